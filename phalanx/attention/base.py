@@ -1,0 +1,72 @@
+"""The seam between the decoder and the code that reads and writes the KV cache.
+
+A backend is chosen once per worker (`attention.registry`). Once per step `plan` turns the step's shape into whatever
+the backend wants to precompute; then every layer calls `write` and `attend` with it. Every backend returns the
+log-sum-exp of the scores beside the output, so that partial results over parts of a context can be merged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What one layer's attention computes, on this rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    kv_head_of: tuple[int, ...]
+    """For each local query head, the local KV head it reads. Groups may have unequal sizes."""
+    scale: float
+    window: int | None = None
+    """Sliding window in tokens: position p sees p - window + 1 … p. None sees everything before."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(scores / soft_cap) before the mask."""
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The rows of one step, packed along one axis of T tokens. Row i owns tokens query_start[i] to query_start[i + 1]."""
+
+    query_start: list[int]
+    """rows + 1 entries."""
+    context_lens: list[int]
+    """Per row, tokens in the cache once this step's are written (so its last query has position context_len - 1)."""
+    block_tables: torch.Tensor
+    """int32 [rows, max blocks of any row], padded with 0."""
+    slot_mapping: torch.Tensor
+    """int64 [T]: block * block_size + offset, where each token's key and value go."""
+    block_size: int
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's KV cache: two tensors [blocks, block_size, kv heads, head_dim] (a backend may choose another order)."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class AttentionBackend(Protocol):
+    name: str
+
+    def allocate(self, shape: AttentionShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> LayerCache: ...
+
+    def plan(self, layout: StepLayout) -> Any:
+        """Work that all layers of a step share. The result is passed to `attend` unchanged."""
+        ...
+
+    def write(self, cache: LayerCache, key: torch.Tensor, value: torch.Tensor, layout: StepLayout) -> None:
+        """Store key and value, [T, kv heads, head_dim]."""
+        ...
+
+    def attend(
+        self, query: torch.Tensor, cache: LayerCache, layout: StepLayout, plan: Any, shape: AttentionShape
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """query [T, heads, head_dim] -> output of the same shape and log-sum-exp [T, heads] in float32."""
+        ...

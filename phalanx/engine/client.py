@@ -1,0 +1,140 @@
+"""What front ends and engines say to each other, and `EngineClient`, the seam where they meet: tokens in, tokens out.
+
+Text never crosses here: the front end tokenises before and detokenises after, so that a request can be sent again,
+to the same engine or another, from its prompt and the tokens delivered so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import msgspec
+
+from phalanx.executor.base import WorkerStatus
+from phalanx.sampling_params import SamplingParams
+from phalanx.step import TokenLogprobs
+
+
+class EngineRequest(msgspec.Struct, frozen=True):
+    """One answer to produce, complete: everything needed to start it, or to start it again anywhere."""
+
+    request_id: str
+    """Unique in the engine; answer i of a request with n > 1 has its own, made by the front end."""
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    """`max_tokens` and `seed` are resolved, never None."""
+    choice: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    """Empty with `ignore_eos`."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    """Lower runs first; equal ones in order of arrival."""
+    cache_salt: str = ""
+    """Requests with different salts never share cached blocks."""
+    output_token_ids: tuple[int, ...] = ()
+    """Tokens already delivered: the engine goes on after them."""
+
+
+class RequestError(msgspec.Struct, frozen=True):
+    """Why one request failed, ready for an OpenAI error object."""
+
+    message: str
+    type: str = "server_error"
+    code: str | None = "internal_error"
+    status: int = 500
+    param: str | None = None
+    retry_after: float | None = None
+
+
+class EngineOutput(msgspec.Struct, frozen=True):
+    """What is new for one request. `start` counts output tokens before these, so a receiver can keep a cursor."""
+
+    request_id: str
+    start: int
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
+    """Parallel to `token_ids`."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Entries for prompt tokens 1, 2, … in order; they may come in several pieces."""
+    finish_reason: str | None = None
+    """None while running, then "stop", "length", "abort" or "error". Set exactly once, on the last output."""
+    stop_token_id: int | None = None
+    """The entry of `stop_token_ids` that ended it (an end-of-text token leaves this None)."""
+    error: RequestError | None = None
+    num_cached_tokens: int = 0
+    scheduled_s: float | None = None
+    """Monotonic engine clock: first scheduled. With `queued_s`, sent with the first token."""
+    queued_s: float | None = None
+
+
+class EngineInfo(msgspec.Struct, frozen=True):
+    """Fixed facts of a started engine."""
+
+    model: str
+    dtype: str
+    device: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    blocks: int
+    kv_bytes: int
+    pid: int
+    executor: str
+    mesh: dict[str, int]
+    load_s: float
+
+
+class EngineStatus(msgspec.Struct):
+    """A snapshot of a running engine; `/status` and the metrics are made of it."""
+
+    state: str
+    """loading, ready, recovering, draining or failed."""
+    epoch: int = 0
+    step: int = 0
+    cause: str | None = None
+    since: float = 0.0
+    """Wall-clock time at which `state` began."""
+    running: int = 0
+    waiting: int = 0
+    blocks: int = 0
+    free_blocks: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+    computed_tokens: int = 0
+    step_seconds: float = 0.0
+    """Sum over steps, with `step` the mean."""
+    heartbeat: float = 0.0
+    """Wall-clock time of the last step or idle tick."""
+    workers: list[WorkerStatus] = []
+
+
+class EngineClient(Protocol):
+    """A way to one or more engines. `Replica`, `Router` and `EchoEngine` are some."""
+
+    async def start(self) -> EngineInfo:
+        """Raises UserError when the model cannot be loaded."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+        """Yields until an output with a finish reason. Closing the iterator aborts the request. Raises Unavailable
+        (and its kinds) before the first output when the request is not accepted, EngineDead when it is lost."""
+        ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    def status(self) -> EngineStatus:
+        """The latest known; never waits for the engine."""
+        ...
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new requests and wait for running ones. False when some were still running after `timeout` s."""
+        ...
+
+    async def close(self) -> None:
+        """Idempotent; ends everything it started."""
+        ...
+
+

@@ -1,0 +1,23 @@
+"""The only file that reads the process environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PREFIX = "PHALANX_"
+
+
+def cache_dir() -> Path:
+    """Where fetched models are kept: `PHALANX_CACHE`, else `~/.cache/phalanx`."""
+    return Path(os.environ.get("PHALANX_CACHE") or Path.home() / ".cache" / "phalanx").expanduser()
+
+
+def variables() -> dict[str, str]:
+    """Every `PHALANX_…` variable, by its name without the prefix, in lower case."""
+    return {name[len(PREFIX) :].lower(): value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
+def debug() -> bool:
+    """`PHALANX_DEBUG=1`: user errors show their traceback."""
+    return os.environ.get("PHALANX_DEBUG", "") not in ("", "0")

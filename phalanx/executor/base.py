@@ -1,0 +1,83 @@
+"""The seam between the engine and whatever runs the model: five methods, several kinds, one contract.
+
+Guarantees of every executor: results come back in the order of the plans; a plan of another epoch than the current
+one is dropped; after `close` nothing it started is left. Does not retry, and does not know what a request is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+import msgspec
+
+from phalanx.config import EngineConfig
+from phalanx.errors import PhalanxError
+from phalanx.step import StepPlan, StepResult
+
+
+class CacheLayout(msgspec.Struct, frozen=True):
+    """The KV cache that all ranks have: what the engine may hand out."""
+
+    blocks: int
+    block_size: int
+    """Tokens."""
+    bytes_per_block: int
+    """Summed over ranks."""
+    vocab_size: int
+    """Rows of the output head: the width of logits and of grammar masks."""
+
+
+class WorkerStatus(msgspec.Struct):
+    """One rank, as `/status` shows it."""
+
+    rank: int
+    pid: int
+    node: str
+    device: str
+    state: str
+    """loading, ready, recovering or dead."""
+    layers: str
+    """Half-open range, such as `0-30`."""
+    heads: int
+    memory: dict[str, int]
+    """Bytes: `weights`, `kv_cache`, `activations`, `free`."""
+
+
+class WorkerDied(PhalanxError):
+    """A rank is gone or unusable; `rank` and `cause` say which and why."""
+
+    def __init__(self, rank: int, cause: str):
+        super().__init__(f"Worker {rank} died: {cause}.")
+        self.rank = rank
+        self.cause = cause
+
+
+LoadProgress = Callable[[str, float], None]
+"""Called with a phase ("weights", "kv cache", "warm-up") and the share of it that is done, 0 to 1."""
+
+
+class Executor(Protocol):
+    max_in_flight: int
+    """Plans that may be submitted before the first result is collected (1, or the number of pipeline stages)."""
+
+    def start(self, config: EngineConfig, progress: LoadProgress | None = None) -> CacheLayout:
+        """Load the model and allocate the cache; epoch 0 begins. `config` is resolved. Raises UserError, WorkerDied."""
+        ...
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """Run one step. The future raises WorkerDied when a rank is lost."""
+        ...
+
+    def restart(self, epoch: int) -> CacheLayout:
+        """Forget every request and cached block and begin `epoch`; dead ranks are replaced. Raises WorkerDied."""
+        ...
+
+    def check_health(self) -> list[WorkerStatus]:
+        """Never waits for compute."""
+        ...
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
