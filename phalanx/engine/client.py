@@ -119,8 +119,9 @@ class EngineClient(Protocol):
         ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
-        """Yields until an output with a finish reason. Closing the iterator aborts the request. Raises Unavailable
-        (and its kinds) before the first output when the request is not accepted, EngineDead when it is lost."""
+        """Yields until an output with a finish reason. The first output of an accepted request has no tokens: it says
+        that the request is in the queue; one that is refused gets an error output instead (`error.status` 503 when
+        the queue is full). Closing the iterator aborts the request. Raises EngineDead when the engine is lost."""
         ...
 
     async def abort(self, request_id: str) -> None: ...
