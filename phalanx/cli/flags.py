@@ -176,7 +176,7 @@ def _default_text(declared: dataclasses.Field[Any]) -> str:
 
 
 def from_file(path: str) -> dict[str, Any]:
-    """The options of a YAML file, by option name. Raises ConfigError naming the file, and a near key for a wrong one."""
+    """The options of a YAML file, by option name. Raises ConfigError that names the file."""
     import yaml
 
     try:

@@ -1,0 +1,55 @@
+# The commands of this repository. `make` alone lists them.
+#
+#   PORT, MODEL, ARGS   for `make serve`: the port, the model, and any other flags of `phalanx serve`
+#   PYTHON              the interpreter that makes .venv (default: the newest of python3.11 to python3.14, or python3)
+#   PIP_ARGS            more flags for pip, such as an index with CPU builds of torch
+#   TESTS               for `make test`: which tests (default: all)
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+BIN := .venv/bin
+TESTS ?= tests
+WORKERS ?= 2
+# Each test worker and each server that it starts computes on one thread; more would only fight over the cores.
+PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+.PHONY: help setup serve demo test test-all check format docs lock clean
+
+help:  ## list the commands
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+setup:  ## make .venv with everything, and fetch the demo model (quick when done)
+	@scripts/setup
+
+serve:  ## start the server on 127.0.0.1:8000 (PORT=… MODEL=… ARGS=…)
+	@SETUP_DEMO=$(if $(MODEL),0,1) scripts/setup
+	@exec $(BIN)/phalanx serve $(if $(MODEL),"$(MODEL)") $(if $(PORT),--port "$(PORT)") $(ARGS)
+
+demo: setup  ## start the server, answer one prompt, stop it
+	@$(BIN)/python scripts/demo.py
+
+test: setup  ## run the test suite
+	@$(PYTEST) -m "not slow" $(TESTS)
+
+test-all: setup  ## run the test suite with the slow tests
+	@$(PYTEST) $(TESTS)
+
+check: setup  ## lint, formatting, types and import layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: setup  ## format the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+docs: setup  ## write the generated pages of docs/ again
+	@$(BIN)/python scripts/write_docs.py
+
+lock: setup  ## write requirements.lock from what is installed
+	@$(BIN)/python scripts/write_lock.py
+
+clean:  ## remove everything that the other commands made (the demo model stays in its cache folder)
+	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find phalanx tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
