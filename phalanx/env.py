@@ -21,3 +21,27 @@ def variables() -> dict[str, str]:
 def debug() -> bool:
     """`PHALANX_DEBUG=1`: user errors show their traceback."""
     return os.environ.get("PHALANX_DEBUG", "") not in ("", "0")
+
+
+_REPORTED = (
+    "PHALANX_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "GOMP_",
+    "TORCH_",
+    "CUDA_",
+    "NVIDIA_",
+    "HF_",
+    "TOKENIZERS_",
+    "RAY_",
+    "PYTHON",
+)
+
+
+def reported() -> dict[str, str]:
+    """Every variable that can change how Phalanx runs, for a bug report. Redact the values before showing them."""
+    more = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "TRANSFORMERS_OFFLINE")
+    return {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED) or name.upper() in more
+    }

@@ -42,7 +42,9 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def report(kind: str, work: Work, runs: Sequence[Run], start_s: float, info: EngineInfo, hardware: Hardware) -> dict:
+def report(
+    kind: str, work: Work, runs: Sequence[Run], start_s: float, info: EngineInfo, hardware: Hardware
+) -> dict[str, Any]:
     """The JSON object of one benchmark. Each figure is a median over the runs; `spread` has the extremes, `samples`
     every value. Token counts are of one run. A figure that does not apply is left out."""
     samples: dict[str, list[float]] = {

@@ -248,15 +248,23 @@ def _checked(name: str, value: Any, origin: str) -> Any:
     return getattr(getattr(config, options_by_name()[name][0]), name)
 
 
-def settings(parser: Parser, argv: Sequence[str], variables: Mapping[str, str] | None = None) -> Settings:
-    """Read a command line and everything below it. Raises UsageError for a wrong flag, ConfigError for the rest."""
+def settings(
+    parser: Parser,
+    argv: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    *,
+    file_argument: str = "config",
+) -> Settings:
+    """Read a command line and everything below it. `variables` are as `phalanx.env.variables` gives them (the default).
+    `file_argument` names an argument that holds the file, in place of `--config`. Raises UsageError for a wrong flag,
+    ConfigError for the rest."""
     args = parser.parse(argv)
     variables = env.variables() if variables is None else variables
     known = options_by_name()
     options: dict[str, Any] = {}
     origins = dict.fromkeys(known, "default")
 
-    file = getattr(args, "config", None) or variables.get("config")
+    file = getattr(args, file_argument, None) or getattr(args, "config", None) or variables.get("config")
     if file:
         options |= from_file(file)
         origins |= dict.fromkeys(options, file)
