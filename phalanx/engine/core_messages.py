@@ -1,0 +1,226 @@
+"""What a front end and its engine process say to each other: typed msgpack frames over an inherited socket.
+
+    front end -> engine    Start, Submit, Abort, Shutdown
+    engine -> front end    Progress, Started, LoadFailed, Outputs, Fatal
+
+A frame is a 4-byte big-endian length and that many bytes of msgpack. Frames above `MAX_FRAME` are refused on both
+sides, so a broken peer cannot make the other allocate without bound. Covers the messages, their packing and the
+carriage of errors; does not cover processes.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+
+import msgspec
+
+from phalanx import errors
+from phalanx.config import EngineConfig
+from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, RequestError
+from phalanx.errors import EngineDead, PhalanxError, Unavailable
+
+MAX_FRAME = 64 * 2**20
+"""Bytes. The largest honest frame is a step's outputs with prompt log-probabilities of a long prompt."""
+
+_LENGTH = struct.Struct(">I")
+
+
+class Start(msgspec.Struct, frozen=True, tag="start"):
+    """The first message: what to load. `config` is resolved and names local files."""
+
+    config: EngineConfig
+    name: str
+    """The model's name, for `EngineInfo.model`."""
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    """`request` is an encoded `EngineRequest`, kept apart so that a bad one fails alone."""
+
+    request_id: str
+    request: msgspec.Raw
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    pass
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    phase: str
+    share: float
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    info: EngineInfo
+    status: EngineStatus
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
+    """The model was not loaded; `kind` is the class name in `phalanx.errors`."""
+
+    kind: str
+    message: str
+    fix: str | None = None
+    code: str | None = None
+    param: str | None = None
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """What one step brought. Without outputs it is a heartbeat; `status` comes with every heartbeat."""
+
+    outputs: list[EngineOutput] = []
+    status: EngineStatus | None = None
+
+
+class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
+    """The engine ends itself now; every request is lost."""
+
+    cause: str
+
+
+ToEngine = Start | Submit | Abort | Shutdown
+FromEngine = Progress | Started | LoadFailed | Outputs | Fatal
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_from_engine = msgspec.msgpack.Decoder(FromEngine)
+_requests = msgspec.msgpack.Decoder(EngineRequest)
+
+
+class BrokenFrame(Exception):
+    """The peer sent something that is no frame of this protocol."""
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """`message` as one frame. Raises BrokenFrame when it is above `MAX_FRAME`."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise BrokenFrame(f"a frame of {len(body)} bytes is above the limit of {MAX_FRAME}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def submit(request: EngineRequest) -> Submit:
+    return Submit(request.request_id, msgspec.Raw(_encoder.encode(request)))
+
+
+def decode_request(raw: msgspec.Raw) -> EngineRequest:
+    """Raises msgspec.DecodeError, msgspec.ValidationError or InvalidRequest on anything that is not a request."""
+    return _requests.decode(raw)
+
+
+def body_length(header: bytes) -> int:
+    """The length that a frame's first 4 bytes announce. Raises BrokenFrame above `MAX_FRAME`."""
+    length: int = _LENGTH.unpack(header)[0]
+    if length > MAX_FRAME:
+        raise BrokenFrame(f"a frame of {length} bytes is above the limit of {MAX_FRAME}")
+    return length
+
+
+def decode_from_engine(body: bytes) -> FromEngine:
+    """Raises BrokenFrame."""
+    try:
+        return _from_engine.decode(body)
+    except Exception as error:
+        raise BrokenFrame(f"not a message of the engine: {error}") from error
+
+
+class FrameSocket:
+    """The engine's end of the socket: blocking or not, one thread."""
+
+    def __init__(self, sock: socket.socket):
+        self._sock = sock
+        self._sock.setblocking(False)
+        self._received = bytearray()
+
+    def send(self, message: FromEngine) -> None:
+        """Waits while the peer's buffer is full. Raises OSError when the peer is gone."""
+        data = memoryview(frame(message))
+        while data:
+            try:
+                data = data[self._sock.send(data) :]
+            except BlockingIOError:
+                select.select([], [self._sock], [])
+
+    def receive(self, timeout: float) -> list[ToEngine]:
+        """Everything that has arrived; waits up to `timeout` seconds for the first byte (0 does not wait).
+
+        Raises EOFError when the peer is gone, BrokenFrame when it sends nonsense.
+        """
+        if timeout > 0:
+            select.select([self._sock], [], [], timeout)
+        while True:
+            try:
+                data = self._sock.recv(1 << 18)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise EOFError(str(error)) from error
+            if not data:
+                raise EOFError("the front end closed the connection")
+            self._received += data
+        messages: list[ToEngine] = []
+        position = 0
+        while len(self._received) - position >= _LENGTH.size:
+            body = position + _LENGTH.size
+            end = body + body_length(bytes(self._received[position:body]))
+            if len(self._received) < end:
+                break
+            try:
+                messages.append(_to_engine.decode(bytes(self._received[body:end])))
+            except Exception as error:
+                raise BrokenFrame(f"not a message of the front end: {error}") from error
+            position = end
+        del self._received[:position]
+        return messages
+
+
+_KINDS: dict[str, type[PhalanxError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PhalanxError)
+}
+_BY_CODE: dict[str | None, type[PhalanxError]] = {
+    errors.ContextLengthExceeded.code: errors.ContextLengthExceeded,
+    errors.QueueFull.code: errors.QueueFull,
+}
+
+
+def load_failure(error: PhalanxError) -> LoadFailed:
+    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "PhalanxError")
+    return LoadFailed(kind, error.message, error.fix, error.code, error.param)
+
+
+def loading_error(failure: LoadFailed) -> PhalanxError:
+    """The inverse of `load_failure`: the same class, message and fix."""
+    kind = _KINDS.get(failure.kind, PhalanxError)
+    return kind(failure.message, fix=failure.fix, param=failure.param, code=failure.code)
+
+
+def request_error(error: BaseException) -> RequestError:
+    """`error` as its client may see it; of an unexpected one only that it happened."""
+    if not isinstance(error, PhalanxError):
+        return RequestError("The engine failed on this request. This is a bug in Phalanx; the log has the cause.")
+    return RequestError(
+        message=str(error),
+        type=error.type,
+        code=error.code,
+        status=error.status,
+        param=error.param,
+        retry_after=error.retry_after,
+    )
+
+
+def raised(error: RequestError) -> PhalanxError:
+    """The exception that `error` stands for, of the fitting class."""
+    kind = _BY_CODE.get(error.code)
+    if kind is None:
+        kind = errors.InvalidRequest if 400 <= error.status < 500 else PhalanxError
+        kind = Unavailable if error.status == 503 else kind
+        kind = EngineDead if error.status == 503 and error.retry_after is None else kind
+    result = kind(error.message, param=error.param, code=error.code)
+    result.status, result.type = error.status, error.type
+    result.code, result.retry_after = error.code, error.retry_after
+    return result
