@@ -45,3 +45,8 @@ def reported() -> dict[str, str]:
     return {
         name: value for name, value in sorted(os.environ.items()) if name.startswith(_REPORTED) or name.upper() in more
     }
+
+
+def for_child(**values: str) -> dict[str, str]:
+    """The environment for a child process: this one's, with `values` set."""
+    return {**os.environ, **values}

@@ -303,9 +303,7 @@ class _Header:
             if offset % alignment:
                 self._fail(f"tensor {_short(name)} is at offset {offset}, not a multiple of the alignment {alignment}")
             if start + offset + nbytes > self._size:
-                self._fail(
-                    f"tensor {_short(name)} needs bytes {start + offset} to {start + offset + nbytes}, beyond the file's end"
-                )
+                self._fail(f"tensor {_short(name)} reaches to byte {start + offset + nbytes}, beyond the file's end")
             tensors[name] = TensorInfo(name, type_name, shape, self._path, start + offset, nbytes)
         end, before = 0, ""
         for info in sorted(tensors.values(), key=lambda info: info.offset):
@@ -316,5 +314,5 @@ class _Header:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = repr(value) if isinstance(value, str | int) else type(value).__name__
     return text if len(text) <= 40 else text[:37] + "..."

@@ -9,6 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+# Types of elements that `phalanx.loading.tensors` can read: plain ones, and GGUF blocks.
+PLAIN_TYPES = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"})
+BLOCK_TYPES = frozenset({"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"})
+READABLE_TYPES = PLAIN_TYPES | BLOCK_TYPES
+
 
 @dataclass(frozen=True)
 class TensorInfo:
