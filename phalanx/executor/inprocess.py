@@ -1,0 +1,82 @@
+"""One worker in this process: the reference that every other executor must equal.
+
+`submit` computes at once and returns a finished future. Nothing can be lost but by an exception in a step; that is
+reported as WorkerDied with the exception as its cause, and `restart` begins anew with the weights that are there.
+"""
+
+from __future__ import annotations
+
+import typing
+from concurrent.futures import Future
+
+from phalanx.config import EngineConfig
+from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied, WorkerStatus
+from phalanx.step import StepPlan, StepResult
+
+if typing.TYPE_CHECKING:
+    from phalanx.worker.worker import Worker
+
+
+class InProcessExecutor:
+    max_in_flight = 1
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+
+    def start(self, config: EngineConfig, progress: LoadProgress | None = None) -> CacheLayout:
+        """As `Executor.start`. Raises UserError; a worker that breaks while starting raises what broke it."""
+        from phalanx.worker.worker import open_worker
+
+        if self._worker is not None:
+            raise RuntimeError("the executor has been started already")
+        worker = open_worker(config)
+        try:
+            worker.load(progress)
+            layout = worker.allocate(progress)
+        except BaseException:
+            worker.close()
+            raise
+        self._worker = worker
+        return layout
+
+    def submit(self, plan: StepPlan) -> Future[StepResult]:
+        """As `Executor.submit`. KeyboardInterrupt and SystemExit pass through."""
+        future: Future[StepResult] = Future()
+        try:
+            result = self._running().run(plan)
+        except Exception as error:
+            future.set_exception(_died(error))
+            return future
+        if result is None:
+            future.cancel()
+        else:
+            future.set_result(result)
+        return future
+
+    def restart(self, epoch: int) -> CacheLayout:
+        worker = self._running()
+        if epoch <= worker.epoch:
+            raise ValueError(f"epoch {epoch} does not come after epoch {worker.epoch}")
+        worker.reset(epoch)
+        return worker.layout()
+
+    def check_health(self) -> list[WorkerStatus]:
+        return [self._worker.status()] if self._worker is not None else []
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _running(self) -> Worker:
+        if self._worker is None:
+            raise WorkerDied(0, "it is closed or was never started")
+        return self._worker
+
+
+def _died(error: Exception) -> WorkerDied:
+    if isinstance(error, WorkerDied):
+        return error
+    died = WorkerDied(0, f"{type(error).__name__}: {error}".rstrip(".: "))
+    died.__cause__ = error
+    return died

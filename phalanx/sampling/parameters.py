@@ -1,0 +1,141 @@
+"""What the worker keeps of every request in order to draw its tokens: one row a slot.
+
+Numbers that every draw needs are columns, so that those of a batch are gathered at once. What few requests have
+(biases, bad words, penalties, …) is a `Constraints` record of the slot. `admit` replaces all of a slot's row, so
+nothing of the request that had it before can be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.sampling.penalties import TokenCounts
+from phalanx.step import SamplingState
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this choose the most likely token, as in vLLM."""
+
+
+@dataclass(slots=True)
+class Constraints:
+    """What changes the logits of one request."""
+
+    allowed: NDArray[np.int64] | None
+    bias_ids: NDArray[np.int64]
+    bias_values: NDArray[np.float32]
+    bad_words: tuple[tuple[int, ...], ...]
+    stop_ids: NDArray[np.int64]
+    counts: TokenCounts | None
+    """None without penalties."""
+
+
+def _token_ids(values: NDArray[np.int64], vocab_size: int, what: str) -> NDArray[np.int64]:
+    if len(values) and (int(values.min()) < 0 or int(values.max()) >= vocab_size):
+        raise ValueError(f"{what} has a token id outside the vocabulary of {vocab_size} tokens.")
+    return values
+
+
+class SamplingTable:
+    """Sampling state by slot. Not thread-safe."""
+
+    def __init__(self, slots: int, vocab_size: int):
+        self.vocab_size = vocab_size
+        self.temperature = np.zeros(slots, np.float64)
+        self.top_k = np.zeros(slots, np.int64)
+        self.top_p = np.zeros(slots, np.float64)
+        self.min_p = np.zeros(slots, np.float64)
+        self.presence = np.zeros(slots, np.float64)
+        self.frequency = np.zeros(slots, np.float64)
+        self.repetition = np.zeros(slots, np.float64)
+        self.seed = np.zeros(slots, np.uint64)
+        self.choice = np.zeros(slots, np.int64)
+        self.min_tokens = np.zeros(slots, np.int64)
+        self.logprobs = np.zeros(slots, np.int64)
+        self.prompt_logprobs = np.zeros(slots, np.int64)
+        self.constrained = np.zeros(slots, np.bool_)
+        """The slot has constraints other than `min_tokens`."""
+        self.penalised = np.zeros(slots, np.bool_)
+        self._constraints: list[Constraints | None] = [None] * slots
+
+    def admit(self, slot: int, state: SamplingState, tokens: NDArray[np.int32], num_prompt: int) -> None:
+        """Replace the slot's row. Raises ValueError when a value makes no sense, leaving the slot unchanged."""
+        vocab = self.vocab_size
+        _check_numbers(state)
+        bias_ids = np.fromiter(state.logit_bias.keys(), np.int64, len(state.logit_bias))
+        bias_values = np.fromiter(state.logit_bias.values(), np.float32, len(state.logit_bias))
+        if not np.isfinite(bias_values).all():
+            raise ValueError("logit_bias must hold finite numbers.")
+        allowed = np.frombuffer(state.allowed_token_ids, "<i4").astype(np.int64)
+        stop_ids = np.frombuffer(state.stop_token_ids, "<i4").astype(np.int64)
+        bad_words = tuple(word for word in state.bad_words if word)
+        for word in bad_words:
+            _token_ids(np.asarray(word, np.int64), vocab, "bad_words")
+        penalised = bool(state.presence_penalty or state.frequency_penalty or state.repetition_penalty != 1.0)
+        counts = None
+        if penalised:
+            counted_prompt = tokens[:num_prompt] if state.repetition_penalty != 1.0 else tokens[:0]
+            counts = TokenCounts(counted_prompt, tokens[num_prompt:])
+        constraints = Constraints(
+            allowed=np.unique(_token_ids(allowed, vocab, "allowed_token_ids")) if len(allowed) else None,
+            bias_ids=_token_ids(bias_ids, vocab, "logit_bias"),
+            bias_values=bias_values,
+            bad_words=bad_words,
+            stop_ids=_token_ids(stop_ids, vocab, "stop_token_ids"),
+            counts=counts,
+        )
+        self._constraints[slot] = constraints
+        self.temperature[slot] = state.temperature
+        self.top_k[slot] = max(state.top_k, 0)
+        self.top_p[slot] = state.top_p
+        self.min_p[slot] = state.min_p
+        self.presence[slot] = state.presence_penalty
+        self.frequency[slot] = state.frequency_penalty
+        self.repetition[slot] = state.repetition_penalty
+        self.seed[slot] = np.uint64(state.seed & 0xFFFFFFFFFFFFFFFF)
+        self.choice[slot] = state.choice
+        self.min_tokens[slot] = state.min_tokens if len(stop_ids) else 0
+        self.logprobs[slot] = state.logprobs
+        self.prompt_logprobs[slot] = state.prompt_logprobs
+        self.constrained[slot] = penalised or bool(allowed.size or bias_ids.size or bad_words)
+        self.penalised[slot] = penalised
+
+    def forget(self, slot: int) -> None:
+        """The slot is free: drop what it holds memory for."""
+        self._constraints[slot] = None
+        self.constrained[slot] = self.penalised[slot] = False
+        self.min_tokens[slot] = 0
+        self.logprobs[slot] = self.prompt_logprobs[slot] = -1
+
+    def append(self, slots: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
+        """Each of `slots` produced the token beside it."""
+        for i in np.flatnonzero(self.penalised[slots]).tolist():
+            constraints = self._constraints[slots[i]]
+            if constraints is not None and constraints.counts is not None:
+                constraints.counts.add(int(tokens[i]))
+
+    def constraints(self, slots: NDArray[np.int64], outputs: NDArray[np.int64]) -> Iterator[tuple[int, Constraints]]:
+        """(row, constraints) of the rows that have any in force; `outputs` [R] counts tokens produced so far."""
+        in_force = self.constrained[slots] | (outputs < self.min_tokens[slots])
+        for row in np.flatnonzero(in_force).tolist():
+            constraints = self._constraints[slots[row]]
+            if constraints is not None:
+                yield row, constraints
+
+
+def _check_numbers(state: SamplingState) -> None:
+    """Raises ValueError. `not low <= x` is true for NaN as well."""
+    checks = {
+        "temperature": 0 <= state.temperature < float("inf"),
+        "top_p": 0 < state.top_p <= 1,
+        "min_p": 0 <= state.min_p <= 1,
+        "presence_penalty": abs(state.presence_penalty) < float("inf"),
+        "frequency_penalty": abs(state.frequency_penalty) < float("inf"),
+        "repetition_penalty": 0 < state.repetition_penalty < float("inf"),
+    }
+    for name, good in checks.items():
+        if not good:
+            raise ValueError(f"{name} has a value that cannot be used.")

@@ -1,0 +1,208 @@
+"""How a token is chosen.
+
+Order of operations, as in vLLM: logprobs are taken from the model's own logits; then grammar mask, allowed ids, bad
+words, `min_tokens`, `logit_bias`, penalties; greedy rows take the largest logit (ties: lowest id); the others divide by
+temperature, keep what min-p, top-k and top-p leave, in this order, and draw once.
+
+A draw is one uniform number (`phalanx.sampling.random`) looked up in the cumulative distribution over the candidates in
+order of falling logit, ties by token id. Min-p, top-k and top-p all keep a beginning of that order, so the candidates
+are looked at from the best down: first a few, and only rows that these do not decide look at more, in the end at all.
+
+Guarantees: a row's token depends on its own logits, parameters and position only, never on the rest of the batch; a row
+without a usable candidate fails alone. Does not know what a request is; history comes with the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.sampling.constraints import apply_constraints, apply_masks
+from phalanx.sampling.logprobs import token_logprobs
+from phalanx.sampling.order import sort_keys, top
+from phalanx.sampling.parameters import GREEDY_BELOW, SamplingTable
+from phalanx.sampling.penalties import apply_penalties
+from phalanx.sampling.random import uniform
+from phalanx.step import NO_TOKEN, TokenLogprobs
+
+NO_SCORES = "The model's scores for this request are not finite numbers, so no token can be chosen."
+NO_CANDIDATE = "The constraints of this request leave no token to choose."
+
+_CANDIDATES = (128, 2048)
+"""How many candidates are looked at first, and then, before all are."""
+
+_CHUNK_ELEMENTS = 2**22
+"""Logits handled at once, so that temporary copies stay small: 16 MiB each in float32."""
+
+
+@dataclass(slots=True)
+class SamplingBatch:
+    """The R rows of a step that sample."""
+
+    slots: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    """Tokens the request has, prompt included: the position of the token to be drawn."""
+    outputs: NDArray[np.int64]
+    """Tokens produced so far."""
+    produced: Callable[[int], NDArray[np.int32]]
+    """The tokens that row i has produced so far. Called for constrained rows only."""
+    mask_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    masks: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    """One row of words per entry of `mask_rows`."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """Parallel to the batch; `tokens` has `NO_TOKEN` where a row failed."""
+
+    tokens: NDArray[np.int32]
+    logprobs: dict[int, TokenLogprobs]
+    """By row, for rows that asked."""
+    failures: dict[int, str]
+    """By row: why."""
+
+
+def sample(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> Sampled:
+    """Choose one token a row. `logits` is float32 [R, V] and is changed in place."""
+    rows, vocab = logits.shape
+    tokens = np.full(rows, NO_TOKEN, np.int32)
+    failures: dict[int, str] = {}
+    asked = np.flatnonzero(table.logprobs[batch.slots] >= 0)
+    raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None
+    raw_best = logits.amax(-1).cpu().numpy()
+    _constrain(logits, table, batch)
+    greedy = table.temperature[batch.slots] < GREEDY_BELOW
+    # torch.max, unlike topk, promises the first of equal values; NaN comes out as the largest.
+    best, first = (t.cpu().numpy() for t in logits.max(-1))
+    usable = np.isfinite(best) & np.isfinite(raw_best)
+    for row in np.flatnonzero(~usable).tolist():
+        failures[row] = NO_CANDIDATE if np.isfinite(raw_best[row]) else NO_SCORES
+    tokens[greedy & usable] = first[greedy & usable]
+    drawn = np.flatnonzero(~greedy & usable)
+    step = max(1, _CHUNK_ELEMENTS // vocab)
+    for at in range(0, len(drawn), step):
+        part = drawn[at : at + step]
+        tokens[part] = _draw(logits[torch.from_numpy(part).to(logits.device)], table, batch, part)
+    logprobs: dict[int, TokenLogprobs] = {}
+    if raw is not None:
+        kept = np.flatnonzero(usable[asked])
+        chosen = asked[kept]
+        for at in range(0, len(kept), step):
+            part = chosen[at : at + step]
+            few = raw[torch.from_numpy(kept[at : at + step]).to(logits.device)]
+            entries = token_logprobs(few, tokens[part], table.logprobs[batch.slots[part]])
+            logprobs.update(zip(part.tolist(), entries, strict=True))
+    return Sampled(tokens, logprobs, failures)
+
+
+def _constrain(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> None:
+    apply_masks(logits, batch.mask_rows, batch.masks)
+    limited = list(table.constraints(batch.slots, batch.outputs))
+    if not limited:
+        return
+    rows = [row for row, _ in limited]
+    too_short = batch.outputs[rows] < table.min_tokens[batch.slots[rows]]
+    apply_constraints(
+        logits, rows, [limits for _, limits in limited], [batch.produced(row) for row in rows], too_short.tolist()
+    )
+    penalised = [(row, limits.counts) for row, limits in limited if limits.counts is not None]
+    slots = batch.slots[[row for row, _ in penalised]] if penalised else batch.slots[:0]
+    apply_penalties(
+        logits,
+        [row for row, _ in penalised],
+        [counts for _, counts in penalised],
+        table.presence[slots],
+        table.frequency[slots],
+        table.repetition[slots],
+    )
+
+
+@dataclass(slots=True)
+class _Truncation:
+    """Parameters of the rows that draw, each [R]; 0, 1 and 0 switch top-k, top-p and min-p off."""
+
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    number: NDArray[np.float64]
+    """Uniform in [0, 1)."""
+
+    def __getitem__(self, rows: NDArray[np.int64]) -> _Truncation:
+        return _Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.number[rows])
+
+
+def _draw(
+    logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Token ids [R] for `logits` [R, V] of the given rows of the batch, each with a finite largest logit."""
+    vocab = logits.shape[-1]
+    slots = batch.slots[rows]
+    limits = _Truncation(
+        table.top_k[slots],
+        table.top_p[slots],
+        table.min_p[slots],
+        uniform(table.seed[slots], table.choice[slots], batch.lengths[rows]),
+    )
+    temperature = torch.from_numpy(table.temperature[slots]).to(logits.device, torch.float32)
+    # Relative to the largest, so that a tiny temperature gives minus infinity and not infinity minus infinity.
+    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    # log_softmax works row by row (a plain sum may be cut up differently for one row than for many); the best
+    # candidate's is minus the log of the sum.
+    log_sum = -scaled.log_softmax(-1).amax(-1)
+    keys = sort_keys(logits)
+    tokens = np.full(len(rows), -1, np.int64)
+    waiting = np.arange(len(rows))
+    for count in (*(c for c in _CANDIDATES if c < vocab), vocab):
+        at = torch.from_numpy(waiting).to(logits.device)
+        ids = top(keys[at], count)
+        values = scaled[at].gather(-1, ids)
+        picked = _pick(
+            values.cpu().numpy().astype(np.float64),
+            log_sum[at].cpu().numpy().astype(np.float64),
+            limits[waiting],
+            whole=count == vocab,
+        )
+        found = picked >= 0
+        tokens[waiting[found]] = ids.cpu().numpy()[found, picked[found]]
+        waiting = waiting[~found]
+        if not len(waiting):
+            break
+    return tokens
+
+
+def _pick(
+    values: NDArray[np.float64], log_sum: NDArray[np.float64], limits: _Truncation, *, whole: bool
+) -> NDArray[np.int64]:
+    """Index [R] of the candidate each row draws, -1 where more candidates are needed to know.
+
+    `values` [R, K] are the largest scaled logits in falling order, `log_sum` [R] the log of the sum of exp over all of
+    them, `whole` says that K is the vocabulary.
+    """
+    rows, count = values.shape
+    mass = np.cumsum(np.exp(values - log_sum[:, None]), axis=1)
+    finite = (values > -np.inf).sum(1)
+    complete = (finite < count) | whole  # nothing below what we see can be drawn
+    # How many candidates min-p and top-k keep, as far as it is known.
+    floor = np.log(limits.min_p, where=limits.min_p > 0, out=np.full(rows, -np.inf))
+    kept = np.minimum((values >= values[:, :1] + floor[:, None]).sum(1), finite)
+    kept = np.where(limits.top_k > 0, np.minimum(kept, limits.top_k), kept)
+    known = complete | (kept < count) | ((limits.top_k > 0) & (limits.top_k <= count))
+    unlimited = (limits.top_k == 0) & (limits.min_p == 0) & ~complete
+    last = mass[np.arange(rows), kept - 1]
+    total = np.where(unlimited, 1.0, last)
+    # Top-p keeps a candidate when the mass before it is below p of the total.
+    before = np.concatenate([np.zeros((rows, 1)), mass[:, :-1]], axis=1)
+    nucleus = np.minimum((before < (limits.top_p * total)[:, None]).sum(1), kept)
+    narrowed = limits.top_p < 1
+    decided = known | (unlimited & (~narrowed | (last >= limits.top_p * total)))
+    kept = np.where(narrowed, nucleus, kept)
+    total = np.where(narrowed, mass[np.arange(rows), kept - 1], total)
+    picked = (mass <= (limits.number * total)[:, None]).sum(1)
+    beyond = picked >= kept
+    decided &= ~(beyond & unlimited & ~narrowed)
+    picked = np.minimum(picked, kept - 1)
+    return np.where(decided, picked, -1)

@@ -1,0 +1,146 @@
+"""How a plan becomes tensors, and a forward pass a result.
+
+`run` reads as the step does: change the table, gather inputs, forward, sample. The output head is computed only for
+rows whose tokens are all computed, and for prompt positions whose log-probabilities were asked for. A row that fails is
+reported and left out; the others do not notice. Any other exception is the step's, and the worker's, failure.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.attention.base import StepLayout
+from phalanx.models.decoder import Decoder
+from phalanx.sampling.logprobs import token_logprobs
+from phalanx.sampling.sampler import NO_SCORES, Sampled, SamplingBatch, sample
+from phalanx.step import NO_TOKEN, PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs
+from phalanx.worker.kv_pool import KVPool
+from phalanx.worker.request_table import RequestTable, StepInputs, StepRows
+
+_HEAD_ELEMENTS = 2**23
+"""Most logits computed at once for prompt log-probabilities: 32 MiB."""
+
+
+class ModelRunner:
+    def __init__(self, decoder: Decoder, pool: KVPool, table: RequestTable, device: torch.device):
+        self.decoder = decoder
+        self.pool = pool
+        self.table = table
+        self.device = device
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """One step. Raises ValueError for a plan that contradicts itself."""
+        began = time.perf_counter()
+        rows = self.table.apply(plan)
+        masks = _unpack_masks(plan, self.table.vocab_size)
+        failures = {failure.slot: failure for failure in rows.failures}
+        sampled, prompt_logprobs = _nothing(), []
+        drawn = np.flatnonzero(rows.samples)
+        if len(rows.slots):
+            hidden, ends = self._forward(self.table.gather(rows))
+            self.table.commit(rows)
+            prompt_logprobs = self._prompt_logprobs(hidden, ends, rows, failures)
+            if len(drawn):
+                sampled = self._sample(hidden, ends, rows, drawn, masks)
+        for row, message in sampled.failures.items():
+            slot = int(rows.slots[drawn[row]])
+            failures[slot] = RowFailure(slot, message)
+        slots = rows.slots[drawn]
+        good = np.array([slot not in failures for slot in slots.tolist()], np.bool_)
+        tokens = np.where(good, sampled.tokens, NO_TOKEN).astype(np.int32) if len(slots) else sampled.tokens
+        self.table.keep_sampled(slots, tokens)
+        return StepResult(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            slots=slots[good].astype("<u2").tobytes(),
+            tokens=tokens[good].astype("<i4").tobytes(),
+            logprobs={int(slots[row]): entry for row, entry in sampled.logprobs.items() if good[row]},
+            prompt_logprobs=[entry for entry in prompt_logprobs if entry.slot not in failures],
+            failures=list(failures.values()),
+            compute_s=time.perf_counter() - began,
+        )
+
+    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, NDArray[np.int64]]:
+        """Hidden states [T, hidden], and where each row's tokens end in them."""
+        layout = StepLayout(
+            query_start=inputs.query_start.tolist(),
+            context_lens=inputs.context_lens.tolist(),
+            block_tables=self._tensor(inputs.block_tables),
+            slot_mapping=self._tensor(inputs.slot_mapping),
+            block_size=self.table.block_size,
+            prompt_lens=inputs.prompt_lens.tolist(),
+        )
+        hidden = self.decoder(self._tensor(inputs.token_ids), self._tensor(inputs.positions), self.pool.caches, layout)
+        return hidden, inputs.query_start[1:]
+
+    def _sample(
+        self,
+        hidden: torch.Tensor,
+        ends: NDArray[np.int64],
+        rows: StepRows,
+        drawn: NDArray[np.int64],
+        masks: tuple[NDArray[np.int64], NDArray[np.int32]],
+    ) -> Sampled:
+        """Draw for the rows `drawn` (indices into `rows`)."""
+        logits = self.decoder.logits(hidden[self._tensor(ends[drawn] - 1)])
+        slots = rows.slots[drawn]
+        mask_rows, words = masks
+        # The plan counts its own rows; some may have failed, and masked rows may not sample in this step.
+        at = {int(index): i for i, index in enumerate(rows.index[drawn].tolist())}
+        kept = [i for i, index in enumerate(mask_rows.tolist()) if index in at]
+        lengths = self.table.length[slots]
+        batch = SamplingBatch(
+            slots=slots,
+            lengths=lengths,
+            outputs=lengths - self.table.num_prompt[slots],
+            produced=lambda row: self.table.produced(int(slots[row])),
+            mask_rows=np.array([at[int(mask_rows[i])] for i in kept], np.int64),
+            masks=words[kept],
+        )
+        return sample(logits, self.table.sampling, batch)
+
+    def _prompt_logprobs(
+        self, hidden: torch.Tensor, ends: NDArray[np.int64], rows: StepRows, failures: dict[int, RowFailure]
+    ) -> list[PromptLogprobs]:
+        """For rows that asked: of every prompt token whose predecessor was computed in this step."""
+        results = []
+        piece = max(1, _HEAD_ELEMENTS // self.table.vocab_size)
+        for row in np.flatnonzero(self.table.sampling.prompt_logprobs[rows.slots] >= 0).tolist():
+            slot, start = int(rows.slots[row]), int(rows.start[row])
+            stop = min(start + int(rows.counts[row]), int(self.table.num_prompt[slot]) - 1)
+            offset = int(ends[row] - rows.counts[row]) - start
+            num_top = int(self.table.sampling.prompt_logprobs[slot])
+            entries: list[TokenLogprobs] = []
+            for at in range(start, stop, piece):
+                to = min(at + piece, stop)
+                logits = self.decoder.logits(hidden[at + offset : to + offset])
+                if not bool(torch.isfinite(logits.amax(-1)).all()):
+                    failures[slot] = RowFailure(slot, NO_SCORES)
+                    break
+                tokens = self.table.tokens[slot, at + 1 : to + 1]
+                entries += token_logprobs(logits, tokens, np.full(to - at, num_top))
+            if entries:
+                results.append(PromptLogprobs(slot, start + 1, entries))
+        return results
+
+    def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+
+def _nothing() -> Sampled:
+    return Sampled(np.zeros(0, np.int32), {}, {})
+
+
+def _unpack_masks(plan: StepPlan, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """(row of the plan, words) of every grammar mask. Raises ValueError when they do not fit together."""
+    rows = np.frombuffer(plan.mask_rows, "<u2").astype(np.int64)
+    words = np.frombuffer(plan.masks, "<i4")
+    width = -(-vocab_size // 32)
+    if len(words) != len(rows) * width:
+        raise ValueError("the plan's grammar masks do not have one row of words for every masked row.")
+    return rows, words.reshape(len(rows), width)

@@ -1,0 +1,279 @@
+"""The life of a rank: device, load, measure, allocate, run plans, drop plans of another epoch, start over.
+
+    loading ── load ── allocate ── ready ── run … run ── reset(epoch) ── run …
+                                     └── a step raises: dead, until reset
+
+A worker keeps nothing that its engine could not give it again, so `reset` only forgets. Not thread-safe, except
+`status`, which never waits. Does not know how plans reach it: that is the executor's business.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from phalanx.attention import registry as attention_registry
+from phalanx.checkpoint.locate import Checkpoint, locate
+from phalanx.config import EngineConfig
+from phalanx.distributed.collectives import Groups
+from phalanx.distributed.mesh import Mesh
+from phalanx.errors import ConfigError
+from phalanx.executor.base import CacheLayout, LoadProgress, WorkerStatus
+from phalanx.loading.loader import load_decoder
+from phalanx.models.decoder import Decoder
+from phalanx.models.registry import read_spec
+from phalanx.models.spec import DecoderSpec
+from phalanx.step import NO_TOKEN, ON_DEVICE, Admission, Rows, SamplingState, StepPlan, StepResult, pack
+from phalanx.worker.kv_pool import KVPool
+from phalanx.worker.limits import Memory, host_memory, usable_cores
+from phalanx.worker.memory import Needs, activation_bytes, cache_size, check_before_loading
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.request_table import RequestTable
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+_WARM_UP_TOKENS = 16
+
+
+def open_worker(
+    config: EngineConfig, *, mesh: Mesh | None = None, rank: int = 0, groups: Groups | None = None
+) -> Worker:
+    """A worker for the configured model, not loaded yet. `config` is resolved. Raises UserError."""
+    checkpoint = locate(config.model.model, revision=config.model.revision)
+    spec = read_spec(checkpoint.config)
+    return Worker(config, checkpoint, spec, mesh or Mesh(), rank, groups or Groups())
+
+
+class Worker:
+    """One rank."""
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups
+    ):
+        """Raises ConfigError for a device that is not there."""
+        self.config = config
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self.mesh = mesh
+        self.rank = rank
+        self.groups = groups
+        self.epoch = 0
+        self.state = "loading"
+        self.device = _device(config.model.device)
+        self.cache_reason = ""
+        """What decided the size of the KV cache."""
+        self._weights = 0
+        self._activations = 0
+        self._decoder: Decoder | None = None
+        self._pool: KVPool | None = None
+        self._runner: ModelRunner | None = None
+
+    # -- beginning
+
+    def load(self, progress: LoadProgress | None = None) -> None:
+        """Read the weights. Raises NotEnoughMemory before reading any when they cannot fit, CheckpointError."""
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+        model = self.config.model
+        self._weights = self.spec.weight_bytes(model.dtype)
+        scheduler = self.config.scheduler
+        self._activations = activation_bytes(
+            self.spec, model.dtype, tokens=scheduler.max_num_batched_tokens, rows=scheduler.max_num_seqs
+        )
+        check_before_loading(
+            self._needs(), self._memory(), self.config.cache, device=self.device.type, dtype=model.dtype
+        )
+        self._decoder = load_decoder(
+            self.checkpoint,
+            self.spec,
+            mesh=self.mesh,
+            rank=self.rank,
+            groups=self.groups,
+            dtype=DTYPES[model.dtype],
+            device=self.device,
+            backend=attention_registry.choose(self.device.type, self.spec),
+            load_format=model.load_format,
+            progress=_phase(progress, "weights"),
+        )
+        tensors = {t.data_ptr(): t.nbytes for t in (*self._decoder.parameters(), *self._decoder.buffers())}
+        self._weights = sum(tensors.values())
+
+    def allocate(self, progress: LoadProgress | None = None) -> CacheLayout:
+        """Size and allocate the KV cache, and run once, so that the first request finds everything ready.
+
+        Raises NotEnoughMemory.
+        """
+        decoder = self._loaded()
+        report = progress or _silent
+        report("kv cache", 0.0)
+        if self.device.type == "cuda":
+            self._activations = self._measured_activations(decoder)
+        needs = self._needs()
+        size = cache_size(needs, self._memory(), self.config.cache, device=self.device.type)
+        self.cache_reason = size.reason
+        self._pool = self._new_pool(decoder, size.blocks)
+        self._runner = self._new_runner(decoder, self._pool)
+        report("kv cache", 1.0)
+        report("warm-up", 0.0)
+        self._warm_up(self._runner, tokens=min(_WARM_UP_TOKENS, needs.max_model_len), rows=1)
+        report("warm-up", 1.0)
+        self.state = "ready"
+        return self.layout()
+
+    def layout(self) -> CacheLayout:
+        pool = self._allocated()
+        return CacheLayout(
+            blocks=pool.blocks,
+            block_size=pool.block_size,
+            bytes_per_block=pool.bytes_per_block,
+            vocab_size=self.spec.vocab_size,
+        )
+
+    # -- steps
+
+    def run(self, plan: StepPlan) -> StepResult | None:
+        """The plan's result; None for a plan of another epoch, which is dropped. An exception leaves the worker dead."""
+        if plan.epoch != self.epoch:
+            return None
+        if self._runner is None or self.state != "ready":
+            raise RuntimeError(f"the worker is {self.state}")
+        try:
+            return self._runner.run(plan)
+        except BaseException:
+            self.state = "dead"  # the table may be half changed
+            raise
+
+    def reset(self, epoch: int) -> None:
+        """Forget every request and cached block; plans of `epoch` count from now on."""
+        self._runner = self._new_runner(self._loaded(), self._allocated())
+        self.epoch = epoch
+        self.state = "ready"
+
+    def status(self) -> WorkerStatus:
+        layers = self.spec.layers
+        return WorkerStatus(
+            rank=self.rank,
+            pid=os.getpid(),
+            node=platform.node(),
+            device=str(self.device),
+            state=self.state,
+            layers=f"0-{len(layers)}",
+            heads=max((layer.attention.num_heads for layer in layers), default=0),
+            memory={
+                "weights": self._weights,
+                "kv_cache": self._pool.nbytes if self._pool is not None else 0,
+                "activations": self._activations,
+                "free": self._memory().available,
+            },
+        )
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        self._runner = self._pool = self._decoder = None
+        self.state = "dead"
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # -- parts
+
+    def _loaded(self) -> Decoder:
+        if self._decoder is None:
+            raise RuntimeError("the worker has no weights")
+        return self._decoder
+
+    def _allocated(self) -> KVPool:
+        if self._pool is None:
+            raise RuntimeError("the worker has no KV cache")
+        return self._pool
+
+    def _new_pool(self, decoder: Decoder, blocks: int) -> KVPool:
+        dtype = DTYPES[self.config.cache.kv_cache_dtype]
+        return KVPool(decoder, blocks=blocks, block_size=self.config.cache.block_size, dtype=dtype)
+
+    def _new_runner(self, decoder: Decoder, pool: KVPool) -> ModelRunner:
+        table = RequestTable(
+            slots=self.config.scheduler.max_num_seqs,
+            max_model_len=self._max_model_len(),
+            block_size=pool.block_size,
+            blocks=pool.blocks,
+            vocab_size=self.spec.vocab_size,
+        )
+        return ModelRunner(decoder, pool, table, self.device)
+
+    def _max_model_len(self) -> int:
+        return self.config.model.max_model_len or self.spec.max_positions
+
+    def _needs(self) -> Needs:
+        return Needs(
+            weights=self._weights,
+            activations=self._activations,
+            kv_bytes_per_token=self.spec.kv_bytes_per_token(self.config.cache.kv_cache_dtype),
+            block_size=self.config.cache.block_size,
+            max_model_len=self._max_model_len(),
+            max_num_seqs=self.config.scheduler.max_num_seqs,
+        )
+
+    def _memory(self) -> Memory:
+        if self.device.type == "cuda":
+            available, total = torch.cuda.mem_get_info(self.device)
+            return Memory(total=total, available=available)
+        return host_memory()
+
+    def _measured_activations(self, decoder: Decoder) -> int:
+        """Peak bytes of the largest step, beside weights and cache; CUDA counts what it hands out."""
+        scheduler = self.config.scheduler
+        tokens = scheduler.max_num_batched_tokens
+        rows = min(scheduler.max_num_seqs, tokens)
+        per_row = min(-(-tokens // rows), self._max_model_len(), 65535)
+        pool = self._new_pool(decoder, rows * self._warm_up_blocks(per_row))
+        runner = self._new_runner(decoder, pool)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self._warm_up(runner, tokens=per_row, rows=rows)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del pool, runner
+        torch.cuda.empty_cache()
+        return peak
+
+    def _warm_up(self, runner: ModelRunner, *, tokens: int, rows: int) -> None:
+        """Run `rows` requests of `tokens` tokens through a prefill and a decode, and forget them."""
+        blocks = self._warm_up_blocks(tokens)
+        admissions = [
+            Admission(
+                slot=slot,
+                tokens=bytes(4 * tokens),
+                num_prompt=tokens,
+                num_computed=0,
+                blocks=pack(range(slot * blocks, (slot + 1) * blocks)),
+                sampling=SamplingState(top_p=0.9),
+            )
+            for slot in range(rows)
+        ]
+        slots = pack(range(rows), "H")
+        prefill = Rows(slots=slots, num_tokens=pack([tokens] * rows, "H"), last_tokens=pack([NO_TOKEN] * rows))
+        decode = Rows(slots=slots, num_tokens=pack([1] * rows, "H"), last_tokens=pack([ON_DEVICE] * rows))
+        runner.run(StepPlan(epoch=self.epoch, step_id=0, admissions=admissions, rows=prefill))
+        if tokens < self._max_model_len():
+            runner.run(StepPlan(epoch=self.epoch, step_id=0, rows=decode))
+        runner.run(StepPlan(epoch=self.epoch, step_id=0, released=slots))
+
+    def _warm_up_blocks(self, tokens: int) -> int:
+        """Blocks that one request of the warm-up takes: its tokens, and one more when the context allows it."""
+        return -(-min(tokens + 1, self._max_model_len()) // self.config.cache.block_size)
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(
+                "--device is cuda, but PyTorch finds no CUDA device here.",
+                fix="Use --device cpu, or install a CUDA build of PyTorch and a driver.",
+            )
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _silent(phase: str, share: float) -> None:
+    return None
