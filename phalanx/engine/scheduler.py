@@ -1,0 +1,412 @@
+"""Who runs now: turns the requests at hand into one `StepPlan` a step, and each `StepResult` into outputs.
+
+There is no prefill and no decode here: a step gives every request some of the tokens that it still has to compute,
+under one budget. A request that has computed all of its tokens samples the next one, and has one to compute again.
+
+    schedule   running requests first, in order of (priority, arrival); the budget keeps one token for each of them, so
+               a long prompt cannot stall the others; what is left goes to admissions, in the order of the queue
+    apply      tokens, log-probabilities, failures and finished requests; blocks become findable here, once computed
+
+A request is admitted when blocks for everything known of it are free. When a running one needs a block and none is
+free, the last one in order is preempted. Preemption is release, resuming is admission, recovery is both. There is no
+third case. A request in flight (its plan submitted, the result not back) is left alone: not planned, not preempted, and
+when it is aborted its slot and blocks are released with its result.
+
+Guarantees: the first running request can always go on, so some request always makes progress; among equal priorities
+nobody is overtaken for want of memory; every request that was added ends in exactly one output with a finish reason.
+
+Covers policy and bookkeeping. Does no I/O, reads no clock (`now`, in seconds, is passed in), compiles no grammars.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass
+
+from phalanx.config import SchedulerConfig
+from phalanx.engine.client import EngineOutput, RequestError
+from phalanx.engine.kv_blocks import BlockPool, extend_hashes
+from phalanx.engine.plan_draft import MAX_ROW_TOKENS, PlanDraft
+from phalanx.engine.queue import WaitingQueue
+from phalanx.engine.request import Request, error_output, request_error
+from phalanx.errors import InvalidRequest, PhalanxError
+from phalanx.executor.base import CacheLayout, WorkerDied
+from phalanx.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, unpack
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """Since the start."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    """Tokens looked up in the prefix cache."""
+    prefix_hits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What one row of a result says."""
+
+    token: int | None
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: PromptLogprobs | None
+    failure: str | None
+
+
+class Scheduler:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        layout: CacheLayout,
+        *,
+        prefix_caching: bool = True,
+        max_in_flight: int = 1,
+    ) -> None:
+        self._config = config
+        self._prefix_caching = prefix_caching
+        self._max_in_flight = max_in_flight
+        self._step_id = 0
+        self.counters = Counters()
+        self.requests: dict[str, Request] = {}
+        """Everyone waiting or running."""
+        self.queue = WaitingQueue(config.max_num_queued_reqs)
+        self.running: list[Request] = []
+        """In order of (priority, arrival)."""
+        self._outputs: list[EngineOutput] = []
+        self._forget_workers(0, layout)
+
+    def _forget_workers(self, epoch: int, layout: CacheLayout) -> None:
+        self.epoch = epoch
+        self._layout = layout
+        self.pool = BlockPool(layout.blocks, layout.block_size, caching=self._prefix_caching)
+        self._in_flight: deque[PlanDraft] = deque()
+        self._free_slots = list(reversed(range(self._config.max_num_seqs)))
+        self._released: list[int] = []
+        """Slots that the workers still believe in use."""
+
+    # Requests come and go
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self._in_flight or self._outputs)
+
+    @property
+    def step_id(self) -> int:
+        return self._step_id
+
+    def check(self, request: Request, now: float, *, elsewhere: int = 0) -> None:
+        """Raise what would refuse `request`: InvalidRequest, QueueFull. `elsewhere` counts requests that were checked
+        and are not added yet."""
+        if request.request_id in self.requests:
+            raise InvalidRequest("A request with this id is already running.", param="request_id")
+        self._check_fits(request)
+        if not request.resumed:
+            self.queue.check_room(now, elsewhere=elsewhere, free_slots=len(self._free_slots))
+
+    def _check_fits(self, request: Request) -> None:
+        """Alone in the pool, a request must be able to reach its last token, which itself is never computed."""
+        if self.pool.blocks_for(request.max_total - 1) > self.pool.blocks:
+            raise InvalidRequest(
+                f"The request may come to {request.max_total} tokens, but the KV cache holds "
+                f"{self.pool.blocks * self.pool.block_size}.",
+                fix="Ask for fewer tokens, or start the server with a larger KV cache.",
+                param="max_tokens",
+            )
+
+    def add(self, request: Request, now: float) -> None:
+        """Put a checked request into the queue. Its first output, without tokens, says so."""
+        self._check_fits(request)
+        self.requests[request.request_id] = request
+        self.queue.push(request)
+        self._outputs.append(EngineOutput(request.request_id, request.num_output))
+        reason, stop_token = request.finish()
+        if reason is not None:  # resumed after its last token
+            self._end(request, self._finished(request, reason, stop_token), now)
+
+    def abort(self, request_id: str, now: float) -> None:
+        """An unknown id is ignored: the request may just have ended."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._end(request, self._finished(request, "abort"), now)
+
+    def fail(self, request: Request, error: Exception, now: float) -> None:
+        """End this request only."""
+        if not isinstance(error, PhalanxError):
+            _log.error("request %r failed in the engine", request.request_id, exc_info=error)
+        self._end(request, error_output(request, request_error(error)), now)
+
+    def take_outputs(self) -> list[EngineOutput]:
+        """What is new since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _finished(self, request: Request, reason: str, stop_token: int | None = None) -> EngineOutput:
+        return EngineOutput(request.request_id, request.num_output, finish_reason=reason, stop_token_id=stop_token)
+
+    def _end(self, request: Request, output: EngineOutput, now: float) -> None:
+        request.finished = True
+        del self.requests[request.request_id]
+        if request.slot is None:
+            self.queue.remove(request, now)
+        else:
+            self.running.remove(request)
+            if not request.in_flight:
+                self._release(request)
+        self._outputs.append(output)
+
+    def _release(self, request: Request) -> None:
+        """Give back slot and blocks."""
+        if request.slot is not None:
+            self._free_slots.append(request.slot)
+            if request.num_sent:
+                self._released.append(request.slot)
+        self.pool.free(request.blocks)
+        request.slot = None
+        request.num_computed = request.num_sent = 0
+
+    def _requeue(self, request: Request) -> None:
+        """Out of the running, to be admitted again with the tokens it has."""
+        self.running.remove(request)
+        self._release(request)
+        request.resumed = True
+        self.queue.push(request)
+
+    # Planning
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next plan, or None when nobody can run. Its result must be applied before any later one's."""
+        draft = PlanDraft(self.epoch, self._step_id + 1, self._config.max_num_batched_tokens, self._layout.vocab_size)
+        self._continue_running(draft, now)
+        self._admit_waiting(draft, now)
+        if not draft.rows:
+            return None
+        self._step_id = draft.step_id
+        self._in_flight.append(draft)
+        released, self._released = self._released, []
+        return draft.plan(released)
+
+    def _continue_running(self, draft: PlanDraft, now: float) -> None:
+        share = -(-len(self.running) // self._max_in_flight)  # of each plan in flight, so that every stage has work
+        ready = [request for request in self.running if not request.in_flight][:share]
+        for position, request in enumerate(ready):
+            if not draft.budget:
+                break
+            if request.slot is None:  # preempted by one before it
+                continue
+            kept = len(ready) - position - 1
+            count = min(request.num_to_compute, max(1, draft.budget - kept), MAX_ROW_TOKENS)
+            fresh = self._grow(request, request.num_computed + count)
+            if fresh is not None:
+                self._place(draft, request, count, fresh, now)
+
+    def _grow(self, request: Request, tokens: int) -> list[int] | None:
+        """Give `request` blocks for `tokens` tokens, at the cost of those after it. None when it must wait a step."""
+        while (fresh := self.pool.append(request.blocks, tokens)) is None:
+            victim = next(other for other in reversed(self.running) if other is request or not other.in_flight)
+            if victim is request:
+                return None
+            self.counters.preemptions += 1
+            self._requeue(victim)
+        return fresh
+
+    def _admit_waiting(self, draft: PlanDraft, now: float) -> None:
+        for request in self.queue:
+            if not draft.budget or not self._free_slots:
+                break
+            cached = self._cached_blocks(request)
+            if cached is None:
+                continue
+            # One free block for each running request: an admission should not cause the next preemption.
+            table = self.pool.allocate(cached, len(request.tokens), spare=len(self.running))
+            if table is None:
+                break
+            self._admit(request, table, len(cached), now)
+            count = min(request.num_to_compute, draft.budget, MAX_ROW_TOKENS)
+            self._place(draft, request, count, table, now)
+
+    def _cached_blocks(self, request: Request) -> list[int] | None:
+        """The cached blocks it can begin with, never all of its tokens: one must be left to compute. None when the
+        next block is being computed by a running request, so that waiting is cheaper than computing it twice."""
+        if not self._prefix_caching or request.wants_prompt_logprobs():
+            return []
+        if request.awaits is not None and self.pool.is_expected(request.awaits):
+            return None
+        self._extend_hashes(request)
+        usable = request.hashes[: (len(request.tokens) - 1) // self.pool.block_size]
+        cached = self.pool.lookup(usable)
+        request.awaits = usable[len(cached)] if len(cached) < len(usable) else None
+        return None if request.awaits is not None and self.pool.is_expected(request.awaits) else cached
+
+    def _admit(self, request: Request, table: list[int], num_cached: int, now: float) -> None:
+        self.queue.remove(request, now)
+        request.awaits = None
+        insort(self.running, request, key=Request.order)
+        request.slot = self._free_slots.pop()
+        request.blocks = table
+        request.num_computed = num_cached * self.pool.block_size
+        if self._prefix_caching and not request.wants_prompt_logprobs():
+            self.counters.prefix_queries += len(request.tokens)
+            self.counters.prefix_hits += request.num_computed
+        if request.scheduled_s is None:
+            request.scheduled_s = now
+            request.num_cached = min(request.num_computed, request.num_prompt)
+        if self._prefix_caching:
+            self._extend_hashes(request)
+            for block, block_hash in zip(table[num_cached:], request.hashes[num_cached:], strict=False):
+                self.pool.expect(block, block_hash)
+
+    def _place(self, draft: PlanDraft, request: Request, count: int, fresh: list[int], now: float) -> None:
+        try:
+            draft.add(request, count, fresh)
+        except Exception as error:  # its grammar's; nobody else may suffer from it
+            self.fail(request, error, now)
+
+    def _extend_hashes(self, request: Request) -> None:
+        extend_hashes(request.hashes, request.tokens, self.pool.block_size, request.given.cache_salt)
+
+    # Results
+
+    def apply(self, result: StepResult, now: float) -> list[EngineOutput]:
+        """What is new after `result`, which must answer the oldest plan in flight. Raises WorkerDied when it does not:
+        workers that answer something else than they were asked cannot be trusted with the next plan."""
+        if not self._in_flight:
+            raise WorkerDied(0, f"it answered step {result.step_id}, which nobody asked for")
+        draft = self._in_flight[0]
+        answers = _read(draft, result)
+        self._in_flight.popleft()
+        self.counters.steps += 1
+        self.counters.step_seconds += result.compute_s
+        for row, answer in zip(draft.rows, answers, strict=True):
+            request = row.request
+            request.in_flight = 0
+            if request.finished:
+                self._release(request)
+                continue
+            try:
+                self._advance(request, row.count, answer, now)
+            except Exception as error:
+                self.fail(request, error, now)
+        return self.take_outputs()
+
+    def _advance(self, request: Request, count: int, answer: _Answer, now: float) -> None:
+        if answer.failure is not None:
+            self._end(request, error_output(request, RequestError(answer.failure)), now)
+            return
+        self.counters.computed_tokens += count
+        request.num_computed += count
+        self._publish(request, request.num_computed - count)
+        piece = answer.prompt_logprobs
+        prompt_logprobs = request.new_prompt_logprobs(piece) if piece is not None else None
+        if answer.token is None:
+            if prompt_logprobs:
+                self._outputs.append(
+                    EngineOutput(request.request_id, request.num_output, prompt_logprobs=prompt_logprobs)
+                )
+            return
+        start = request.num_output
+        self._append(request, answer.token)
+        first = start == len(request.given.output_token_ids)
+        reason, stop_token = request.finish()
+        output = EngineOutput(
+            request.request_id,
+            start,
+            [answer.token],
+            logprobs=[answer.logprobs] if answer.logprobs is not None else None,
+            prompt_logprobs=prompt_logprobs or None,
+            finish_reason=reason,
+            stop_token_id=stop_token,
+            num_cached_tokens=(request.num_cached or 0) if first else 0,
+            scheduled_s=request.scheduled_s if first else None,
+            queued_s=request.queued_s if first else None,
+        )
+        if reason is None:
+            self._outputs.append(output)
+        else:
+            self._end(request, output, now)
+
+    def _publish(self, request: Request, before: int) -> None:
+        """Make the blocks findable that became full since `before` tokens were computed."""
+        size = self.pool.block_size
+        full = range(before // size, request.num_computed // size)
+        if self._prefix_caching and full:
+            self._extend_hashes(request)
+            for index in full:
+                self.pool.publish(request.blocks[index], request.hashes[index])
+
+    def _append(self, request: Request, token: int) -> None:
+        if not 0 <= token < self._layout.vocab_size:
+            raise PhalanxError(f"The worker drew token {token}, which is not in the vocabulary.")
+        if (
+            request.grammar is not None
+            and token not in request.given.eos_token_ids
+            and not request.grammar.accept(token)
+        ):
+            raise PhalanxError(f"The worker drew token {token}, which the grammar does not allow here.")
+        request.tokens.append(token)
+        self.counters.output_tokens += 1
+
+    # Recovery
+
+    def requeue_all(self) -> None:
+        """The workers are gone: everyone who ran waits to be admitted again, to whatever comes next."""
+        self._in_flight.clear()
+        for request in tuple(self.running):
+            request.in_flight = 0
+            self._requeue(request)
+
+    def restart(self, epoch: int, layout: CacheLayout, now: float) -> None:
+        """Begin `epoch` with workers that know nothing. A request that the new cache can never hold is told so."""
+        self.requeue_all()
+        self._forget_workers(epoch, layout)
+        for request in tuple(self.requests.values()):
+            request.awaits = None
+            try:
+                self._check_fits(request)
+            except InvalidRequest as error:
+                self.fail(request, error, now)
+
+    def fail_all(self, error: Exception, now: float) -> None:
+        self.requeue_all()
+        for request in tuple(self.requests.values()):
+            self.fail(request, error, now)
+
+    def check_invariants(self) -> None:
+        """Raise RuntimeError when slots, blocks or places are inconsistent."""
+        held = {id(request): request for request in self.running}
+        held |= {id(row.request): row.request for draft in self._in_flight for row in draft.rows}
+        self.pool.check_invariants([request.blocks for request in held.values()])
+        slots = sorted([request.slot for request in held.values() if request.slot is not None] + self._free_slots)
+        if slots != list(range(self._config.max_num_seqs)):
+            raise RuntimeError("A slot is lost or has two requests.")
+        if len(self.running) + len(self.queue) != len(self.requests):
+            raise RuntimeError("A request is in two places or in none.")
+
+
+def _read(draft: PlanDraft, result: StepResult) -> list[_Answer]:
+    """One answer for each row of `draft`. Raises WorkerDied when `result` does not answer that plan, row for row."""
+    if (result.epoch, result.step_id) != (draft.epoch, draft.step_id):
+        raise WorkerDied(
+            0,
+            f"it answered step {result.step_id} of epoch {result.epoch} "
+            f"when step {draft.step_id} of epoch {draft.epoch} was due",
+        )
+    slots, drawn = unpack(result.slots, "H"), unpack(result.tokens)
+    tokens = dict(zip(slots, drawn, strict=False))
+    failures = {failure.slot: failure.message for failure in result.failures}
+    prompt_logprobs = {piece.slot: piece for piece in result.prompt_logprobs}
+    due = {row.slot for row in draft.rows if row.samples} - failures.keys()
+    if len(slots) != len(drawn) or len(slots) != len(tokens) or tokens.keys() - failures.keys() != due:
+        raise WorkerDied(0, f"its answer to step {result.step_id} does not fit the plan")
+    return [
+        _Answer(tokens.get(slot), result.logprobs.get(slot), prompt_logprobs.get(slot), failures.get(slot))
+        for slot in (row.slot for row in draft.rows)
+    ]
