@@ -143,13 +143,6 @@ def _from_folder(folder: Path, name: str) -> Checkpoint:
             f"{folder} has weights but no config.json, which says what model they are.",
             fix="Copy the model's config.json (and its tokenizer files) there.",
         )
-    quantised = config.get("quantization_config")
-    if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else None
-        raise UnsupportedModel(
-            f"{folder} is quantised with '{str(method)[:40]}', which is not supported.",
-            fix="Use the model without quantisation, or a GGUF file of it.",
-        )
     return Checkpoint(
         name=name,
         folder=folder,

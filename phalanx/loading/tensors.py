@@ -1,0 +1,124 @@
+"""Reading tensors out of checkpoint files: whole, or only some of their rows.
+
+Files are mapped, so that only the bytes asked for are read. Both safetensors and GGUF tensors are read here; which
+tensor is which weight is not this module's business (`phalanx.loading.loader`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint.tensor_info import PLAIN_TYPES, TensorInfo
+from phalanx.errors import CheckpointError, FormatError, UnsupportedModel
+from phalanx.loading.gguf_blocks import FORMATS, dequantize
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class TensorReader:
+    """Reads tensors by their `TensorInfo`. Keeps each file mapped until `close`, or the end of the `with` block.
+
+    `bytes_read` counts the stored bytes that were asked for.
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._files: dict[Path, mmap.mmap] = {}
+
+    def read(self, info: TensorInfo, rows: tuple[int, int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor, or its rows `rows[0]` to `rows[1]` (end excluded) along the first dimension.
+
+        Block formats come out as `dtype`, float32 by default; others in their own type, or as `dtype`. A result in its
+        own type may share memory with the mapped file (privately: writing to it changes no file) and stays valid after
+        `close`. Raises FormatError or CheckpointError when the file is not what `info` says, UnsupportedModel for a
+        type that cannot be read, and ValueError for rows that do not exist.
+        """
+        block = FORMATS.get(info.dtype)
+        if block is None and info.dtype not in PLAIN_TYPES:
+            raise UnsupportedModel(f"{info.file}: the type {info.dtype} of tensor '{info.name}' is not supported.")
+        shape, offset, nbytes = self._span(info, rows)
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype or DTYPES.get(info.dtype, torch.float32))
+        raw = torch.frombuffer(self._map(info), dtype=torch.uint8, count=nbytes, offset=offset)
+        self.bytes_read += nbytes
+        if block is not None:
+            return dequantize(raw, info.dtype, shape, target=dtype or torch.float32)
+        own = DTYPES[info.dtype]
+        if offset % own.itemsize:
+            raw = raw.clone()  # the format does not promise alignment, but typed views need it
+        values = raw.view(own).view(shape)
+        return values if dtype is None else values.to(dtype)
+
+    def _span(self, info: TensorInfo, rows: tuple[int, int] | None) -> tuple[tuple[int, ...], int, int]:
+        """Shape, offset in the file and number of bytes of the rows asked for."""
+        if rows is None:
+            return info.shape, info.offset, info.nbytes
+        start, stop = rows
+        if not info.shape or not 0 <= start <= stop <= info.shape[0]:
+            raise ValueError(f"tensor '{info.name}' of shape {info.shape} has no rows {start} to {stop}")
+        if info.shape[0] == 0:
+            return info.shape, info.offset, 0
+        row_bytes, rest = divmod(info.nbytes, info.shape[0])
+        if rest:
+            raise ValueError(f"tensor '{info.name}' is one row of blocks of the type {info.dtype} and cannot be cut")
+        return (stop - start, *info.shape[1:]), info.offset + start * row_bytes, (stop - start) * row_bytes
+
+    def _map(self, info: TensorInfo) -> mmap.mmap:
+        mapped = self._files.get(info.file)
+        if mapped is None:
+            try:
+                with info.file.open("rb") as file:
+                    mapped = _map_private(file.fileno())
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{info.file} cannot be read: {error}.") from None
+            self._files[info.file] = mapped
+        if info.offset + info.nbytes > len(mapped):
+            raise FormatError(f"{info.file} has become shorter since its header was read.", fix="Fetch it again.")
+        return mapped
+
+    def close(self) -> None:
+        """Unmap the files; those that a tensor still shares memory with go when it does."""
+        files, self._files = list(self._files.values()), {}
+        for mapped in files:
+            with contextlib.suppress(BufferError):
+                mapped.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _map_private(descriptor: int) -> mmap.mmap:
+    """A private writable map: torch wants writable memory, and no write reaches the file. No swap space is set aside
+    for it, or a file larger than the memory could not be mapped."""
+    if sys.platform == "linux":
+        flags = mmap.MAP_PRIVATE | mmap.MAP_NORESERVE
+        return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+
+
+if sys.byteorder != "little":
+    raise ImportError("Checkpoint files are little-endian, and so must the machine be.")
