@@ -12,14 +12,18 @@ from typing import Any
 from phalanx.checkpoint.progress import DownloadProgress, TerminalProgress
 from phalanx.errors import CheckpointError
 
-ALLOWED = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt")
+TEXT_FILES = ("*.json", "*.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab.txt")
+WEIGHT_FILES = ("*.safetensors",)
 IGNORED = ("*/*", "consolidated*.safetensors", "adapter_*.safetensors")
 
 _TIMEOUT_SECONDS = 10.0
 
 
-def fetch_snapshot(repo_id: str, revision: str | None, progress: DownloadProgress | None = None) -> Path:
-    """The cached snapshot folder of `repo_id` at `revision` (default: main), fetched or completed first.
+def fetch_snapshot(
+    repo_id: str, revision: str | None, progress: DownloadProgress | None = None, *, weights: bool = True
+) -> Path:
+    """The cached snapshot folder of `repo_id` at `revision` (default: main), fetched or completed first; with
+    `weights=False` only configuration and tokenizer.
 
     Without network the cached snapshot is used. Raises CheckpointError, with the remedy, when there is none.
     """
@@ -28,7 +32,7 @@ def fetch_snapshot(repo_id: str, revision: str | None, progress: DownloadProgres
 
     options: dict[str, Any] = {
         "revision": revision,
-        "allow_patterns": list(ALLOWED),
+        "allow_patterns": [*TEXT_FILES, *(WEIGHT_FILES if weights else ())],
         "ignore_patterns": list(IGNORED),
     }
     try:
@@ -41,7 +45,8 @@ def fetch_snapshot(repo_id: str, revision: str | None, progress: DownloadProgres
             return Path(snapshot_download(repo_id, local_files_only=True, **options))
         except Exception:
             raise _explained(repo_id, revision, error) from error
-    _check_has_weights(repo_id, [sibling.rfilename for sibling in info.siblings or []])
+    if weights:
+        _check_has_weights(repo_id, [sibling.rfilename for sibling in info.siblings or []])
     try:
         if progress is not None:
             return Path(snapshot_download(repo_id, tqdm_class=_reporting(repo_id, progress), **options))

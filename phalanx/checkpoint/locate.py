@@ -25,6 +25,7 @@ _SINGLE = "model.safetensors"
 _MAX_JSON = 64 * 2**20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_READ_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".tiktoken", ".jinja", ".txt")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -54,7 +55,7 @@ class Checkpoint:
     def file(self, name: str) -> Path | None:
         """A file of the model's folder by its plain name, such as `tokenizer.json`; None when there is none, and
         always for GGUF, which holds all it needs. Raises FormatError when it lies outside the folder."""
-        return _inside(self.folder, name) if self.gguf is None else None
+        return inside(self.folder, name) if self.gguf is None else None
 
 
 def locate(model: str | None, *, revision: str | None = None, progress: DownloadProgress | None = None) -> Checkpoint:
@@ -130,10 +131,7 @@ def _from_gguf(path: Path, name: str) -> Checkpoint:
 
 
 def _from_folder(folder: Path, name: str) -> Checkpoint:
-    try:
-        names = {entry.name for entry in folder.iterdir()}
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from None
+    names = _check_links(folder)
     weights = _weight_files(folder, names)
     if not weights:
         return _without_safetensors(folder, name, names)
@@ -156,7 +154,7 @@ def _from_folder(folder: Path, name: str) -> Checkpoint:
 def _without_safetensors(folder: Path, name: str, names: set[str]) -> Checkpoint:
     files = sorted(entry for entry in names if entry.endswith(".gguf"))
     if len(files) == 1:
-        path = _inside(folder, files[0])
+        path = inside(folder, files[0])
         if path is not None:
             return _from_gguf(path, name)
     if files:
@@ -182,6 +180,18 @@ def _pickled(folder: Path) -> CheckpointError:
         fix="Fetch the model's safetensors files, or convert it where you trust it: with transformers, "
         "`AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)` writes them.",
     )
+
+
+def _check_links(folder: Path) -> set[str]:
+    """The names in the folder. FormatError when one that a reader of models may open is a link out of it."""
+    try:
+        entries = list(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from None
+    for entry in entries:
+        if entry.suffix in _READ_SUFFIXES and entry.is_symlink():
+            inside(folder, entry.name)
+    return {entry.name for entry in entries}
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -226,7 +236,7 @@ def _indexed(folder: Path) -> tuple[Path, ...]:
 
 
 def _required(folder: Path, name: str) -> Path:
-    path = _inside(folder, name)
+    path = inside(folder, name)
     if path is None:
         raise CheckpointError(
             f"{folder} is incomplete: {name[:80]} is missing.", fix="Fetch the missing files of the model."
@@ -234,7 +244,7 @@ def _required(folder: Path, name: str) -> Path:
     return path
 
 
-def _inside(folder: Path, name: str) -> Path | None:
+def inside(folder: Path, name: str) -> Path | None:
     """`folder / name` when that is an existing file; FormatError when it leads out of the folder."""
     outside = FormatError(
         f"{folder} refers to {name[:80]!r}, which is outside the model's folder.",
@@ -257,7 +267,7 @@ def _inside(folder: Path, name: str) -> Path | None:
 
 def _read_json(folder: Path, name: str) -> dict[str, Any] | None:
     """The JSON object in a file of the folder, or None when there is no such file."""
-    path = _inside(folder, name)
+    path = inside(folder, name)
     if path is None:
         return None
     try:

@@ -141,13 +141,13 @@ def _scale_k(blocks: Tensor, out: Tensor) -> None:
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
     """scale f16, minimum f16, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles."""
-    _nibbles(blocks[:, 16:].unflatten(1, (4, 32)), out.view(-1, 4, 2, 32))
+    _nibbles(blocks[:, 16:].view(-1, 4, 32), out.view(-1, 4, 2, 32))
     _scale_k(blocks, out.view(-1, 8, 32))
 
 
 def _q5_k(blocks: Tensor, out: Tensor) -> None:
     """As Q4_K, with 32 bytes of fifth bits before the nibbles; bit k of byte i belongs to element 32·k + i."""
-    _nibbles(blocks[:, 48:].unflatten(1, (4, 32)), out.view(-1, 4, 2, 32))
+    _nibbles(blocks[:, 48:].view(-1, 4, 32), out.view(-1, 4, 2, 32))
     fifth = ((blocks[:, 16:48].unsqueeze(1) >> _BITS.view(8, 1)) & 1) << 4
     out.view(-1, 8, 32).add_(fifth)
     _scale_k(blocks, out.view(-1, 8, 32))
@@ -155,8 +155,8 @@ def _q5_k(blocks: Tensor, out: Tensor) -> None:
 
 def _q6_k(blocks: Tensor, out: Tensor) -> None:
     """128 bytes of low nibbles, 64 bytes of high bit pairs, 16 signed scales, scale f16: scale · s · (q - 32)."""
-    _nibbles(blocks[:, :128].unflatten(1, (2, 64)), out.view(-1, 2, 2, 64))
-    high = ((blocks[:, 128:192].unflatten(1, (2, 1, 32)) >> (2 * _BITS[:4]).view(4, 1)) & 3) << 4
+    _nibbles(blocks[:, :128].view(-1, 2, 64), out.view(-1, 2, 2, 64))
+    high = ((blocks[:, 128:192].view(-1, 2, 1, 32) >> (2 * _BITS[:4]).view(4, 1)) & 3) << 4
     out.view(-1, 2, 4, 32).add_(high)
     scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
     out.view(-1, 16, 16).sub_(32).mul_(scale.unsqueeze(-1))

@@ -33,6 +33,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 
+_MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it only in later versions
+
 
 class TensorReader:
     """Reads tensors by their `TensorInfo`. Keeps each file mapped until `close`, or the end of the `with` block.
@@ -115,8 +117,7 @@ def _map_private(descriptor: int) -> mmap.mmap:
     """A private writable map: torch wants writable memory, and no write reaches the file. No swap space is set aside
     for it, or a file larger than the memory could not be mapped."""
     if sys.platform == "linux":
-        flags = mmap.MAP_PRIVATE | mmap.MAP_NORESERVE
-        return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE | _MAP_NORESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
 
 
