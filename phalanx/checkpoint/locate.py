@@ -66,28 +66,47 @@ def locate(model: str | None, *, revision: str | None = None, progress: Download
     """
     if model is None:
         return _from_gguf(demo.demo_model(progress=progress), demo.DEMO.name)
-    if not model.strip() or "\0" in model:
+    path = _local(model, revision)
+    if path is None:
+        return _from_folder(hub.fetch_snapshot(model, revision, progress), model)
+    return _from_folder(path, _folder_name(path)) if path.is_dir() else _from_file(path)
+
+
+def locate_tokenizer(tokenizer: str, *, revision: str | None = None, progress: DownloadProgress | None = None) -> Path:
+    """The folder of a tokenizer's files: `tokenizer` itself, or what is fetched from the hub for it (no weights).
+
+    Raises CheckpointError as `locate` does.
+    """
+    path = _local(tokenizer, revision)
+    if path is None:
+        path = hub.fetch_snapshot(tokenizer, revision, progress, weights=False)
+    elif not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder.", fix="Name the folder that holds the tokenizer's files.")
+    _check_links(path)
+    return path
+
+
+def _local(name: str, revision: str | None) -> Path | None:
+    """The existing file or folder of that name; None when it can only be a hub id."""
+    if not name.strip() or "\0" in name:
         raise CheckpointError(
             "The model's name is empty or not a name.", fix="Name a folder, a .gguf file or a hub id."
         )
-    path = Path(model).expanduser()
     try:
+        path = Path(name).expanduser()
         exists = path.exists()
-    except OSError as error:
-        raise CheckpointError(f"{model[:200]} cannot be read: {error.strerror or error}.") from None
-    if exists:
-        if revision is not None:
-            raise CheckpointError(
-                f"A revision ('{revision}') was given, but {model} is a local path, which has none.",
-                fix="Leave out --revision.",
-            )
-        return _from_folder(path, _folder_name(path)) if path.is_dir() else _from_file(path)
-    if model.endswith(".gguf") or not _HUB_ID.fullmatch(model):
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~user` of no known user
+        raise CheckpointError(f"{name[:200]!r} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if exists and revision is not None:
         raise CheckpointError(
-            f"There is no file or folder '{model[:200]}'.",
-            fix="Check the path. A model on the hub is named OWNER/NAME.",
+            f"A revision ('{revision}') was given, but {name} is a local path, which has none.",
+            fix="Leave out --revision.",
         )
-    return _from_folder(hub.fetch_snapshot(model, revision, progress), model)
+    if not exists and (name.endswith(".gguf") or not _HUB_ID.fullmatch(name)):
+        raise CheckpointError(
+            f"There is no file or folder {name[:200]!r}.", fix="Check the path. A model on the hub is named OWNER/NAME."
+        )
+    return path if exists else None
 
 
 def _folder_name(path: Path) -> str:
