@@ -13,6 +13,7 @@ and grammars are worked on in a small pool of threads. Does not speak HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -116,14 +117,18 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
 
         def report(what: str, done: int, total: int) -> None:  # called on a thread
+            if self._state == "closed":
+                raise EngineDead("The engine was closed while it was fetching the model.")
             if progress is not None:
                 loop.call_soon_threadsafe(progress, "download", done / total if total else 0.0)
 
         replica = Replica(progress=progress)
         self._client = Router([replica])
         replica.spawn()  # first of all: importing torch there takes longer than everything here
-        self.checkpoint, self.config = await self._in_thread(partial(self._locate, report))
-        replica.configure(self.config, self.checkpoint)
+        # A thread of its own that nobody waits for at exit: a slow download must not hold up Ctrl-C.
+        checkpoint, self.config = await _in_daemon_thread(partial(self._locate, report))
+        self.checkpoint = checkpoint
+        replica.configure(self.config, checkpoint)
         started = asyncio.ensure_future(self._client.start())
         try:
             self.tokenizer = await self._in_thread(self._load_tokenizer)
@@ -315,8 +320,35 @@ class AsyncEngine:
 
 
 def _is_quick(prompt: str | list[int], params: SamplingParams) -> bool:
-    heavy = getattr(params, "structured_outputs", None) is not None or getattr(params, "bad_words", ())
-    return not heavy and (not isinstance(prompt, str) or len(prompt) <= _INLINE_CHARACTERS)
+    if isinstance(params, SamplingParams) and (params.structured_outputs is not None or params.bad_words):
+        return False
+    return not isinstance(prompt, str) or len(prompt) <= _INLINE_CHARACTERS
+
+
+async def _in_daemon_thread(call: Callable[[], _T]) -> _T:
+    """Like `asyncio.to_thread`, but the interpreter does not wait for the thread when it ends."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_T] = loop.create_future()
+
+    def finish(result: _T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = call()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+            loop.call_soon_threadsafe(finish, result, failure)
+
+    threading.Thread(target=run, name="phalanx-locate", daemon=True).start()
+    return await future
 
 
 def replace_model(config: EngineConfig, **changes: Any) -> EngineConfig:

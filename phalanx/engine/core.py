@@ -1,0 +1,295 @@
+"""The engine process: one `Engine`, fed by its front end through an inherited socket.
+
+Started as `python -m phalanx.engine.core --fd N --parent PID` by `phalanx.engine.replica`. It reads every message that
+has arrived, turns one step, sends what the step brought, and sleeps only when there is no work. It listens on nothing.
+
+Guarantees: an exception in handling one request is that request's error; the process ends within two seconds of its
+parent's end; it leaves Ctrl-C to the parent. `open_engine` is also what `phalanx.llm` runs in its own process. Does not
+tokenise (except for grammars, which need the vocabulary).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from phalanx.config import EngineConfig
+from phalanx.engine.client import EngineInfo, EngineOutput
+from phalanx.engine.core_messages import (
+    Abort,
+    BrokenFrame,
+    Fatal,
+    FrameSocket,
+    LoadFailed,
+    Outputs,
+    Progress,
+    Shutdown,
+    Start,
+    Started,
+    Submit,
+    ToEngine,
+    decode_request,
+    load_failure,
+    request_error,
+)
+from phalanx.engine.engine import Engine
+from phalanx.errors import EngineDead, PhalanxError
+from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied
+from phalanx.logging import configure
+
+if TYPE_CHECKING:
+    from phalanx.sampling_params import StructuredOutputs
+
+log = logging.getLogger(__name__)
+
+IDLE_TICK = 0.4
+"""Seconds between heartbeats of an idle engine; a front end expects one every 0.5."""
+_STATUS_EVERY = 0.05
+"""Seconds between status snapshots of a busy engine, so that they cost nothing beside the steps."""
+_TRIES = 3
+"""Steps that may fail in a row before the engine gives up."""
+
+
+def open_engine(config: EngineConfig, name: str, progress: LoadProgress | None = None) -> tuple[Engine, EngineInfo]:
+    """Load the model in this process. `config` is resolved, `name` is what the model is called. Raises UserError."""
+    from phalanx.executor.inprocess import InProcessExecutor
+
+    begin = time.monotonic()
+    executor = InProcessExecutor()
+    try:
+        layout = executor.start(config, progress)
+        engine = Engine(config, executor, layout, compile_grammar=LazyGrammars(config, layout.vocab_size))
+    except BaseException:
+        executor.close()
+        raise
+    return engine, _info(config, name, layout, time.monotonic() - begin)
+
+
+def _info(config: EngineConfig, name: str, layout: CacheLayout, load_s: float) -> EngineInfo:
+    parallel = config.parallel
+    return EngineInfo(
+        model=name,
+        dtype=config.model.dtype,
+        device=config.model.device,
+        max_model_len=config.model.max_model_len or 0,
+        vocab_size=layout.vocab_size,
+        block_size=layout.block_size,
+        blocks=layout.blocks,
+        kv_bytes=layout.blocks * layout.bytes_per_block,
+        pid=os.getpid(),
+        executor=parallel.distributed_executor_backend or "inprocess",
+        mesh={
+            "dp": parallel.data_parallel_size,
+            "pp": parallel.pipeline_parallel_size,
+            "cp": parallel.context_parallel_size,
+            "tp": parallel.tensor_parallel_size,
+        },
+        load_s=load_s,
+    )
+
+
+class LazyGrammars:
+    """Compiles grammars; the vocabulary is read when the first one comes. May be called from any thread."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int):
+        self._config = config
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._compiler: Any = None
+
+    def __call__(self, wanted: StructuredOutputs) -> Any:
+        """Raises InvalidRequest."""
+        from phalanx.checkpoint.locate import locate
+        from phalanx.structured.grammar import GrammarCompiler
+        from phalanx.text.tokenizer import load_tokenizer
+
+        with self._lock:
+            if self._compiler is None:
+                model = self._config.model
+                checkpoint = locate(model.model, revision=model.revision)
+                tokenizer = load_tokenizer(checkpoint, model.tokenizer, model.revision)
+                self._compiler = GrammarCompiler(tokenizer, self._vocab_size, self._config.limits)
+        return self._compiler.compile(wanted)
+
+
+class Core:
+    """The loop between a socket and an engine. `run` returns when the front end says so or is gone."""
+
+    def __init__(self, channel: FrameSocket, engine: Engine):
+        self._channel = channel
+        self._engine = engine
+        self._status_sent = 0.0
+        self._was_busy = False
+        self._failures = 0
+
+    def run(self) -> None:
+        """Raises EOFError when the front end is gone, BrokenFrame when it sends nonsense."""
+        engine = self._engine
+        while True:
+            replies: list[EngineOutput] = []
+            for message in self._channel.receive(0.0 if engine.has_work else IDLE_TICK):
+                if isinstance(message, Shutdown):
+                    return
+                self._handle(message, replies)
+            if replies:  # ahead of the step: clients wait to hear whether they are admitted
+                self._channel.send(Outputs(replies))
+            busy = engine.has_work
+            outputs = self._step() if busy else []
+            if outputs is None:
+                return
+            if not busy:
+                engine.tick()
+            self._report(outputs, busy)
+
+    def _handle(self, message: ToEngine, replies: list[EngineOutput]) -> None:
+        if isinstance(message, Abort):
+            self._engine.abort(message.request_ids)
+        elif isinstance(message, Submit):
+            reply = self._add(message)
+            if reply is not None:
+                replies.append(reply)
+
+    def _add(self, message: Submit) -> EngineOutput | None:
+        """Queue the request. The answer says that it is accepted, or why it is not; a request with a grammar is
+        accepted by the engine when that is compiled."""
+        start = 0
+        try:
+            request = decode_request(message.request)
+            start = len(request.output_token_ids)
+            self._engine.add(request)
+            if request.sampling.structured_outputs is not None:
+                return None
+        except Exception as error:
+            if not isinstance(error, PhalanxError):
+                log.exception("request %s could not be added", message.request_id)
+            return EngineOutput(message.request_id, start, finish_reason="error", error=request_error(error))
+        return EngineOutput(message.request_id, start)
+
+    def _step(self) -> list[EngineOutput] | None:
+        """One step. None when the engine is beyond repair; the front end has been told then."""
+        try:
+            outputs = self._engine.step()
+        except EngineDead as error:
+            self._channel.send(Fatal(error.message))
+            return None
+        except Exception as error:
+            # The engine answers for its requests and workers itself; what arrives here is a bug in it.
+            self._failures += 1
+            log.exception("a step failed (%d in a row)", self._failures)
+            if self._failures < _TRIES:
+                with contextlib.suppress(Exception):
+                    self._engine.recover(WorkerDied(0, f"{type(error).__name__}: {error}"))
+                    return []
+            self._channel.send(Fatal(f"Steps kept failing: {type(error).__name__}: {error}."))
+            return None
+        self._failures = 0
+        return outputs
+
+    def _report(self, outputs: list[EngineOutput], busy: bool) -> None:
+        now = time.monotonic()
+        due = now - self._status_sent >= (_STATUS_EVERY if busy else IDLE_TICK)
+        idle_since = self._was_busy and not busy
+        self._was_busy = busy
+        if due or idle_since or (busy and not self._engine.has_work):
+            self._status_sent = now
+            self._channel.send(Outputs(outputs, self._engine.status()))
+        elif outputs:
+            self._channel.send(Outputs(outputs))
+
+
+def _load(channel: FrameSocket, start: Start) -> Engine | None:
+    """Open the engine and tell the front end. None when it could not be opened; the front end knows why."""
+    last = ("", 0.0)
+
+    def progress(phase: str, share: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if phase != last[0] or share >= 1.0 or now - last[1] >= 0.05:
+            last = (phase, now)
+            channel.send(Progress(phase, share))
+
+    try:
+        engine, info = open_engine(start.config, start.name, progress)
+    except PhalanxError as error:
+        log.debug("loading failed", exc_info=True)
+        channel.send(load_failure(error))
+        return None
+    except Exception as error:
+        log.debug("loading failed", exc_info=True)
+        cause = " ".join(str(error).split())[:500]
+        channel.send(
+            LoadFailed(
+                "PhalanxError",
+                f"The engine could not start because of an internal error: {type(error).__name__}: {cause}",
+                fix="`--log-level debug` shows where. Please report it.",
+                code="internal_error",
+            )
+        )
+        return None
+    channel.send(Started(info, engine.status()))
+    return engine
+
+
+def end_with_parent(parent: int) -> None:
+    """Have Linux kill this process when its parent ends; elsewhere the closed socket has to do."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The process. Exit status 0 after an orderly end, 1 when loading failed or the front end was lost."""
+    parser = argparse.ArgumentParser(description="A Phalanx engine process; started by its front end, not by hand.")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    end_with_parent(options.parent)
+    os.set_inheritable(options.fd, False)
+    channel = FrameSocket(socket.socket(fileno=options.fd))
+    # The long import runs while the front end still finds the model.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")
+    try:
+        start = _first_message(channel)
+        if start is None:
+            return 0
+        configure(start.config.server.log_level, start.config.server.log_format, tag="engine")
+        engine = _load(channel, start)
+        if engine is None:
+            return 1
+        try:
+            gc.collect()
+            gc.freeze()  # what is loaded stays; the collector need not look at it again
+            Core(channel, engine).run()
+            return 0
+        finally:
+            engine.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return 1  # the front end is gone, and with it everybody who could read more
+    except BrokenFrame as error:
+        log.error("the front end sent something that is no message: %s", error)
+        return 1
+
+
+def _first_message(channel: FrameSocket) -> Start | None:
+    """Waits for the configuration. None when the front end changes its mind."""
+    while True:
+        for message in channel.receive(3600.0):
+            return message if isinstance(message, Start) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
