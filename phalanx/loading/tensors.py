@@ -6,7 +6,6 @@ tensor is which weight is not this module's business (`phalanx.loading.loader`).
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import sys
 from pathlib import Path
@@ -98,11 +97,12 @@ class TensorReader:
         return mapped
 
     def close(self) -> None:
-        """Unmap the files; those that a tensor still shares memory with go when it does."""
-        files, self._files = list(self._files.values()), {}
-        for mapped in files:
-            with contextlib.suppress(BufferError):
-                mapped.close()
+        """Forget the files. Each is unmapped as soon as no tensor shares its memory any more.
+
+        Never by `mmap.close`: torch keeps the map's object alive, not its buffer, so that would pull the memory away
+        from under its tensors.
+        """
+        self._files.clear()
 
     def __enter__(self) -> Self:
         return self
