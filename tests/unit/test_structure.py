@@ -1,0 +1,40 @@
+"""What a reader of the source relies on: small files and functions, a docstring on top, no leftovers."""
+
+import ast
+import io
+import re
+import tokenize
+
+from tests.helpers.source import ROOT, modules
+
+LONGEST_FILE = 600
+LONGEST_FUNCTION = 80
+AVOIDED = re.compile(r"(Manager|Helper|Utils|Mixin|V2|Impl)$")
+
+
+def complaints(path: str) -> list[str]:
+    text, tree = (ROOT / path).read_text(), modules()[path]
+    found = []
+    if (lines := text.count("\n")) > LONGEST_FILE:
+        found.append(f"{path} has {lines} lines")
+    if not ast.get_docstring(tree) and tree.body and not path.endswith("__init__.py"):
+        found.append(f"{path} has no docstring")
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            if length > LONGEST_FUNCTION:
+                found.append(f"{path}: {node.name} has {length} lines")
+        elif isinstance(node, ast.ClassDef) and AVOIDED.search(node.name):
+            found.append(f"{path}: {node.name}")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and re.search(r"\b(TODO|FIXME|XXX|HACK)\b", token.string):
+            found.append(f"{path}:{token.start[0]}: {token.string}")
+    return found
+
+
+def test_every_module_is_small_and_explained():
+    assert [line for path in modules() for line in complaints(path)] == []
+
+
+def test_no_module_is_a_drawer():
+    assert not [path for path in modules() if re.search(r"/(utils?|helpers?|common|misc)\.py$", path)]
