@@ -42,6 +42,9 @@ class StepLayout:
     slot_mapping: torch.Tensor
     """int64 [T]: block * block_size + offset, where each token's key and value go."""
     block_size: int
+    prompt_lens: list[int] | None = None
+    """Per row, tokens of the request's prompt: it decides the rotary frequencies of models that stretch long prompts
+    (`DecoderSpec.prompt_classes`), so that chunking and preemption change nothing. None: all prompts are short."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class LayerCache:
 class AttentionBackend(Protocol):
     name: str
 
-    def allocate(self, shape: AttentionShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> LayerCache: ...
+    def allocate(
+        self, shape: AttentionShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache: ...
 
     def plan(self, layout: StepLayout) -> Any:
         """Work that all layers of a step share. The result is passed to `attend` unchanged."""

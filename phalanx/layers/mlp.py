@@ -1,0 +1,51 @@
+"""Feed-forward layers: gated (arXiv 2002.05202) and plain. The inner width is split over the tensor group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from phalanx.distributed.partition import Partition
+from phalanx.layers.linear import ColumnLinear, LinearContext, Output, RowLinear
+
+
+def activate(name: str, x: torch.Tensor) -> torch.Tensor:
+    match name:
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+    raise ValueError(f"no activation '{name}'")
+
+
+class GatedFeedForward(nn.Module):
+    """down(activation(gate(x)) * up(x)): [T, hidden] -> the same."""
+
+    def __init__(self, name: str, hidden: int, inner: Partition, activation: str, bias: bool, context: LinearContext):
+        super().__init__()
+        self.activation = activation
+        self.width = inner.length(context.rank)
+        self.gate_up = ColumnLinear((Output(f"{name}.gate", inner), Output(f"{name}.up", inner)), hidden, bias, context)
+        self.down = RowLinear(f"{name}.down", inner, hidden, bias, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.gate_up(x)
+        return self.down(activate(self.activation, both[:, : self.width]).mul_(both[:, self.width :]))
+
+
+class FeedForward(nn.Module):
+    """down(activation(up(x))): [T, hidden] -> the same."""
+
+    def __init__(self, name: str, hidden: int, inner: Partition, activation: str, bias: bool, context: LinearContext):
+        super().__init__()
+        self.activation = activation
+        self.up = ColumnLinear((Output(f"{name}.up", inner),), hidden, bias, context)
+        self.down = RowLinear(f"{name}.down", inner, hidden, bias, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(activate(self.activation, self.up(x)))

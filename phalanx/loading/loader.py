@@ -1,0 +1,82 @@
+"""Fills a decoder from a checkpoint, weight by weight, reading only the rows that its rank holds.
+
+Which tensor is which weight is decided beforehand, for the whole model (`checkpoint.rules.bind`), so that a checkpoint
+with anything left over, missing or misshapen is refused before a byte is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from phalanx.attention.base import AttentionBackend
+from phalanx.checkpoint.locate import Checkpoint
+from phalanx.checkpoint.rules import Binding, bind
+from phalanx.checkpoint.tensor_info import BLOCK_TYPES
+from phalanx.distributed.collectives import Groups
+from phalanx.distributed.mesh import Mesh
+from phalanx.layers.weights import WeightSlot
+from phalanx.loading.dummy import fill_dummy
+from phalanx.loading.tensors import TensorReader
+from phalanx.models.decoder import Decoder
+from phalanx.models.registry import weight_table
+from phalanx.models.spec import DecoderSpec
+from phalanx.models.split import Split
+from phalanx.quantization.base import Scheme
+
+Progress = Callable[[float], None]
+"""Called with the share that is done, 0 to 1."""
+
+
+def load_decoder(
+    checkpoint: Checkpoint | None, spec: DecoderSpec, *, mesh: Mesh, rank: int, groups: Groups, dtype: torch.dtype,
+    device: torch.device, backend: AttentionBackend, load_format: Literal["auto", "dummy"] = "auto",
+    progress: Progress | None = None, scheme: Scheme | None = None, split: Split | None = None,
+) -> Decoder:  # fmt: skip
+    """The decoder of `rank`, filled. `load_format` "dummy" fills random numbers and needs no checkpoint.
+
+    Raises CheckpointError when tensors are left over, missing or of the wrong shape.
+    """
+    if load_format == "dummy":
+        decoder = Decoder(spec, mesh, rank, groups, dtype, device, backend, scheme=scheme, split=split)
+        _fill_all(decoder, fill_dummy, progress)
+        return decoder
+    if checkpoint is None:
+        raise ValueError("a checkpoint is needed")
+    binding = bind(weight_table(spec, checkpoint.format), checkpoint.tensors(), spec.tensors)
+    decoder = Decoder(spec, mesh, rank, groups, dtype, device, backend, scheme=scheme, split=split)
+    with TensorReader() as reader:
+        _fill_all(decoder, lambda slot: _fill(slot, binding, reader), progress)
+    return decoder
+
+
+def _fill_all(decoder: Decoder, fill: Callable[[WeightSlot], None], progress: Progress | None) -> None:
+    modules = list(decoder.loadables())
+    total = sum(slot.target.nbytes for module in modules for slot in module.slots()) or 1
+    done = 0
+    with torch.inference_mode():
+        for module in modules:
+            for slot in module.slots():
+                done += slot.target.nbytes
+                fill(slot)
+                if progress is not None:
+                    progress(done / total)
+            module.finish()
+
+
+def _fill(slot: WeightSlot, binding: Binding, reader: TensorReader) -> None:
+    """Copies this rank's rows and columns of one weight, piece by piece."""
+    start, stop = slot.rows
+    for piece in binding[slot.name]:
+        first, last = max(start, piece.start), min(stop, piece.start + piece.length)
+        if first >= last:
+            continue
+        span = piece.rows(first - piece.start, last - piece.start)
+        # Matrices of blocks come out in the model's type at once; a float32 copy of a large table would be the peak.
+        target = slot.target.dtype if slot.columns is not None and piece.info.dtype in BLOCK_TYPES else None
+        data = piece.take(reader.read(piece.info, span, target), first - piece.start, last - piece.start)
+        if slot.columns is not None:
+            data = data[:, slot.columns[0] : slot.columns[1]]
+        slot.target[first - start : last - start].copy_(data)

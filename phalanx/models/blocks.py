@@ -1,0 +1,149 @@
+"""The blocks a decoder is made of, one class per dataflow, chosen by the type of the layer's spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.attention.base import AttentionBackend, AttentionShape, LayerCache, StepLayout
+from phalanx.layers.attention import Attention
+from phalanx.layers.linear import LinearContext
+from phalanx.layers.mlp import FeedForward, GatedFeedForward
+from phalanx.layers.norm import Norm
+from phalanx.layers.rotary import Turn
+from phalanx.models.spec import (
+    AttentionSpec,
+    GatedMlp,
+    LayerSpec,
+    NormSpec,
+    PlainMlp,
+    PostNormLayer,
+    PreNormLayer,
+    RopeSpec,
+)
+from phalanx.models.split import Split
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all blocks of a step share."""
+
+    layout: StepLayout
+    plan: Any
+    """The attention backend's."""
+    turns: dict[RopeSpec, Turn]
+    query_factors: dict[int, torch.Tensor]
+    """By `AttentionSpec.log_positions`."""
+
+
+@dataclass(frozen=True)
+class BlockContext:
+    """What every block of one rank is built with."""
+
+    hidden: int
+    split: Split
+    backend: AttentionBackend
+    linear: LinearContext
+
+
+def attention_shape(spec: AttentionSpec, split: Split, rank: int) -> AttentionShape:
+    """What `rank` computes of an attention layer."""
+    return AttentionShape(
+        num_heads=split.heads(spec).length(rank),
+        num_kv_heads=split.kv_heads(spec).length(rank),
+        head_dim=spec.head_dim,
+        kv_head_of=split.kv_head_map(spec, rank),
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+    )
+
+
+def make_norm(name: str, spec: NormSpec, size: int, linear: LinearContext) -> Norm:
+    return Norm(
+        name, size, spec.kind, spec.eps, affine=spec.affine, wide=spec.wide, dtype=linear.dtype, device=linear.device
+    )
+
+
+def _attention(name: str, spec: AttentionSpec, context: BlockContext) -> Attention:
+    linear, split = context.linear, context.split
+    norms = [
+        None if spec.qk_norm is None else make_norm(f"{name}.{which}", spec.qk_norm, spec.head_dim, linear)
+        for which in ("q_norm", "k_norm")
+    ]
+    return Attention(
+        name, context.hidden, attention_shape(spec, split, linear.rank), split.heads(spec), split.kv_heads(spec),
+        context.backend, linear, qkv_bias=spec.qkv_bias, out_bias=spec.out_bias, q_norm=norms[0], k_norm=norms[1],
+    )  # fmt: skip
+
+
+def _feed_forward(name: str, spec: GatedMlp | PlainMlp, context: BlockContext) -> GatedFeedForward | FeedForward:
+    inner = context.split.cut(spec.intermediate_size, context.linear.scheme.shard_unit)
+    kind = GatedFeedForward if isinstance(spec, GatedMlp) else FeedForward
+    return kind(name, context.hidden, inner, spec.activation, spec.bias, context.linear)
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer around a residual stream [T, hidden]."""
+
+    def __init__(self, name: str, spec: LayerSpec, context: BlockContext):
+        super().__init__()
+        self.spec = spec
+        self.attention = _attention(f"{name}.attention", spec.attention, context)
+        self.mlp = _feed_forward(f"{name}.mlp", spec.mlp, context)
+        self.attention_norm = make_norm(f"{name}.attention_norm", spec.attention_norm, context.hidden, context.linear)
+        self.mlp_norm = make_norm(f"{name}.mlp_norm", spec.mlp_norm, context.hidden, context.linear)
+
+    def attend(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
+        spec = self.spec.attention
+        turn = None if spec.rope is None else step.turns[spec.rope]
+        factor = None if spec.log_positions is None else step.query_factors[spec.log_positions]
+        return self.attention(x, cache, step.layout, step.plan, turn, factor)
+
+    def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
+        """May change `x` in place."""
+        raise NotImplementedError
+
+
+class PreNormBlock(Block):
+    """x + post(attention(norm(x))), then x + post(mlp(norm(x)))."""
+
+    def __init__(self, name: str, spec: PreNormLayer, context: BlockContext):
+        super().__init__(name, spec, context)
+        self.attention_post_norm, self.mlp_post_norm = (
+            None if norm is None else make_norm(f"{name}.{which}", norm, context.hidden, context.linear)
+            for which, norm in (
+                ("attention_post_norm", spec.attention_post_norm),
+                ("mlp_post_norm", spec.mlp_post_norm),
+            )
+        )
+
+    def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
+        attended = self.attend(self.attention_norm(x), cache, step)
+        if self.attention_post_norm is not None:
+            attended = self.attention_post_norm(attended)
+        x += attended
+        fed = self.mlp(self.mlp_norm(x))
+        if self.mlp_post_norm is not None:
+            fed = self.mlp_post_norm(fed)
+        x += fed
+        return x
+
+
+class PostNormBlock(Block):
+    """norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
+        x = self.attention_norm(x + self.attend(x, cache, step))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+def make_block(name: str, spec: LayerSpec, context: BlockContext) -> Block:
+    match spec:
+        case PreNormLayer():
+            return PreNormBlock(name, spec, context)
+        case PostNormLayer():
+            return PostNormBlock(name, spec, context)

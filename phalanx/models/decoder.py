@@ -1,0 +1,172 @@
+"""The only model class: builds itself from a `DecoderSpec`, for one rank's place in a mesh, and computes one step.
+
+A rank holds the layers of its pipeline stage (the first stage also the token table, the last the head) and its share
+of their heads, inner width and vocabulary. With a mesh of one everything is whole. Knows no family and no checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from phalanx.attention.base import AttentionBackend, LayerCache, StepLayout
+from phalanx.distributed.collectives import Groups
+from phalanx.distributed.mesh import Mesh
+from phalanx.layers.embedding import PositionTable, VocabularyTable
+from phalanx.layers.linear import LinearContext, ReplicatedLinear
+from phalanx.layers.weights import Loadable
+from phalanx.models.blocks import BlockContext, Step, make_block, make_norm
+from phalanx.models.rope import make_rotary
+from phalanx.models.spec import DecoderSpec
+from phalanx.models.split import Split
+from phalanx.quantization.base import Scheme, choose_scheme
+
+
+class Decoder(nn.Module):
+    """One rank's part of a model. Weights are empty until the loader fills them."""
+
+    def __init__(
+        self, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups, dtype: torch.dtype, device: torch.device,
+        backend: AttentionBackend, *, scheme: Scheme | None = None, split: Split | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        self.spec = spec
+        self.place = mesh.place(rank)
+        self.dtype = dtype
+        self.device = device
+        self.backend = backend
+        self.split = split or Split.even(spec, mesh)
+        self.layer_range = self.split.layers.ranges[self.place.pp]
+        self.is_first = self.place.pp == 0
+        self.is_last = self.place.pp == mesh.pp - 1
+        linear = LinearContext(self.place.tp, groups.tp, scheme or choose_scheme(None, dtype, device), dtype, device)
+        context = BlockContext(spec.hidden_size, self.split, backend, linear)
+        self._build_outer(linear)
+        self.layers = nn.ModuleList(
+            make_block(f"layers.{i}", spec.layers[i], context) for i in range(*self.layer_range)
+        )
+        ropes = {block.spec.attention.rope for block in self.layers if block.spec.attention.rope is not None}
+        self._rotaries = {rope: make_rotary(rope, spec.prompt_classes, dtype, device) for rope in ropes}
+        self._log_positions = {
+            block.spec.attention.log_positions
+            for block in self.layers
+            if block.spec.attention.log_positions is not None
+        }
+        scale = spec.embedding.scale
+        # The factor is rounded to the weights' type first, as the models that have one were trained.
+        self._embedding_scale = None if scale is None else torch.tensor(scale).to(dtype).item()
+        self.requires_grad_(False)
+
+    def _build_outer(self, linear: LinearContext) -> None:
+        spec, embedding, width = self.spec, self.spec.embedding, self.spec.embedding.width
+        dtype, device = linear.dtype, linear.device
+
+        def table(name: str, bias: bool) -> VocabularyTable:
+            vocabulary = self.split.cut(spec.vocab_size)
+            return VocabularyTable(name, vocabulary, width, linear.group, linear.rank, dtype, device, bias=bias)
+
+        projects = width != spec.hidden_size
+        needs_table = self.is_first or (self.is_last and spec.tie_embeddings)
+        self.embedding = table("embedding", False) if needs_table else None
+        self.positions = None
+        if self.is_first and embedding.positions is not None:
+            self.positions = PositionTable(
+                "positions", embedding.positions, spec.hidden_size, embedding.position_offset, dtype, device
+            )
+        self.project_in = None
+        if self.is_first and projects:
+            self.project_in = ReplicatedLinear("project_in", spec.hidden_size, width, False, linear)
+        self.final_norm = self.project_out = self.head = None
+        if self.is_last:
+            if spec.final_norm is not None:
+                self.final_norm = make_norm("final_norm", spec.final_norm, spec.hidden_size, linear)
+            if projects:
+                self.project_out = ReplicatedLinear("project_out", width, spec.hidden_size, False, linear)
+            self.head = self.embedding if spec.tie_embeddings else table("head", spec.head_bias)
+
+    def loadables(self) -> Iterator[Loadable]:
+        """Every layer that holds weights, once, in the order of the model."""
+        seen: set[int] = set()
+        for module in self.modules():
+            if hasattr(module, "slots") and id(module) not in seen:
+                seen.add(id(module))
+                yield module  # type: ignore[misc]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that this rank holds."""
+        return sum(module.nbytes for module in self.loadables())
+
+    def allocate_caches(self, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> list[LayerCache]:
+        """One cache per layer of this stage."""
+        return [
+            self.backend.allocate(block.attention.shape, blocks, block_size, dtype or self.dtype, self.device)
+            for block in self.layers
+        ]
+
+    def cache_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
+        """Keys and values of this rank's layers and heads for one token."""
+        numbers = sum(2 * b.attention.shape.num_kv_heads * b.attention.shape.head_dim for b in self.layers)
+        return numbers * (dtype or self.dtype).itemsize
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, caches: list[LayerCache], layout: StepLayout,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """One step over packed tokens: token_ids and positions int64 [T] -> hidden [T, hidden].
+
+        A later pipeline stage takes the stage before's result as `hidden` and ignores `token_ids`. The result goes to
+        the next stage, or after the last one, for the rows that are sampled, to `logits`.
+        """
+        x = self._embed(token_ids, positions) if hidden is None else hidden.clone()
+        step = self._prepare(positions, layout)
+        for block, cache in zip(self.layers, caches, strict=True):
+            x = block(x, cache, step)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] of the last stage -> float32 [R, vocabulary]."""
+        if self.head is None:
+            raise ValueError("only the last pipeline stage has an output head")
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        logits = self.head.logits(hidden)
+        cap = self.spec.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.embedding is None:
+            raise ValueError("only the first pipeline stage has a token table")
+        x = self.embedding.embed(token_ids)
+        if self._embedding_scale is not None:
+            x *= self._embedding_scale
+        if self.project_in is not None:
+            x = self.project_in(x)
+        if self.positions is not None:
+            x += self.positions(positions)
+        return x
+
+    def _prepare(self, positions: torch.Tensor, layout: StepLayout) -> Step:
+        classes = self._prompt_classes(layout)
+        factors = {}
+        for trained in self._log_positions:
+            factor = (torch.log(positions.float() + 1) / math.log(trained)).clamp_(min=1.0)
+            factors[trained] = factor.to(self.dtype)[:, None, None]
+        turns = {rope: rotary.turn(positions, classes) for rope, rotary in self._rotaries.items()}
+        return Step(layout, self.backend.plan(layout), turns, factors)
+
+    def _prompt_classes(self, layout: StepLayout) -> torch.Tensor | None:
+        limits = self.spec.prompt_classes
+        if not limits or layout.prompt_lens is None:
+            return None
+        rows = [bisect_left(limits, length) for length in layout.prompt_lens]
+        if not any(rows):
+            return None
+        counts = [b - a for a, b in zip(layout.query_start, layout.query_start[1:], strict=False)]
+        return torch.repeat_interleave(torch.tensor(rows), torch.tensor(counts)).to(self.device)
