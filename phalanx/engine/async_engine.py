@@ -113,6 +113,7 @@ class AsyncEngine:
 
     async def _start_process(self, progress: LoadProgress | None) -> EngineInfo:
         from phalanx.engine.replica import Replica
+        from phalanx.engine.resolution import for_engine
 
         loop = asyncio.get_running_loop()
 
@@ -128,7 +129,7 @@ class AsyncEngine:
         # A thread of its own that nobody waits for at exit: a slow download must not hold up Ctrl-C.
         checkpoint, self.config = await _in_daemon_thread(partial(self._locate, report))
         self.checkpoint = checkpoint
-        replica.configure(self.config, checkpoint)
+        replica.configure(*for_engine(self.config, checkpoint))
         started = asyncio.ensure_future(self._client.start())
         try:
             self.tokenizer = await self._in_thread(self._load_tokenizer)

@@ -191,6 +191,27 @@ class RequestAssembly:
         return described
 
 
+def merge(first: RequestOutput, second: RequestOutput) -> RequestOutput:
+    """One delta for two that follow each other; `first` is used up."""
+    by_index: dict[int, CompletionOutput] = {choice.index: choice for choice in first.outputs}
+    for choice in second.outputs:
+        before = by_index.get(choice.index)
+        if before is None:
+            first.outputs.append(choice)
+            continue
+        before.text += choice.text
+        before.token_ids += choice.token_ids
+        if choice.logprobs is not None:
+            before.logprobs = (before.logprobs or []) + choice.logprobs
+        before.cumulative_logprob = choice.cumulative_logprob
+        before.finish_reason, before.stop_reason = choice.finish_reason, choice.stop_reason
+    first.finished = second.finished
+    first.prompt_logprobs = first.prompt_logprobs or second.prompt_logprobs
+    first.num_cached_tokens = second.num_cached_tokens
+    first.metrics = second.metrics
+    return first
+
+
 @dataclass(slots=True)
 class _PromptLogprobs:
     """Collects the pieces of a prompt's log-probabilities."""

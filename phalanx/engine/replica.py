@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -18,11 +17,10 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.config import EngineConfig, ServerConfig
+from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus
 from phalanx.engine.core_messages import (
     Abort,
@@ -45,9 +43,6 @@ from phalanx.engine.core_messages import (
 )
 from phalanx.errors import Draining, EngineDead, InvalidRequest
 from phalanx.executor.base import LoadProgress
-
-if TYPE_CHECKING:
-    from phalanx.checkpoint.locate import Checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -143,16 +138,9 @@ class Replica:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2)
         self._socket = ours
 
-    def configure(self, config: EngineConfig, checkpoint: Checkpoint) -> None:
-        """What to load: `config` is resolved, `checkpoint` located. Keys and certificates do not reach the engine."""
-        model, server = config.model, config.server
-        path = checkpoint.weight_files[0] if checkpoint.format == "gguf" else checkpoint.folder
-        local = dataclasses.replace(
-            config,
-            model=dataclasses.replace(model, model=str(path), revision=None),
-            server=ServerConfig(log_level=server.log_level, log_format=server.log_format),
-        )
-        self._start = Start(local, (*model.served_model_name, checkpoint.name)[0])
+    def configure(self, config: EngineConfig, name: str) -> None:
+        """What to load: `config` as `resolution.for_engine` made it, and what the model is called."""
+        self._start = Start(config, name)
 
     async def start(self) -> EngineInfo:
         """Returns when the model is loaded. Raises UserError, EngineDead; then nothing is left running."""

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from phalanx.engine.client import EngineClient, EngineOutput, EngineRequest
 from phalanx.engine.core_messages import raised
-from phalanx.engine.output_processor import RequestAssembly
+from phalanx.engine.output_processor import RequestAssembly, merge
 from phalanx.errors import EngineDead, PhalanxError
-from phalanx.outputs import CompletionOutput, RequestOutput
+from phalanx.outputs import RequestOutput
 
 
 class _Gathering:
@@ -68,7 +68,7 @@ class _Gathering:
     def _push(self, output: EngineOutput) -> None:
         delta = self._assembly.push(output)
         if delta is not None:
-            self._pending = delta if self._pending is None else _merged(self._pending, delta)
+            self._pending = delta if self._pending is None else merge(self._pending, delta)
             self._news.set()
 
     def _fail(self, error: Exception) -> None:
@@ -156,24 +156,3 @@ class RequestStream(AsyncIterator[RequestOutput]):
         gathering = getattr(self, "_gathering", None)
         if gathering is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(gathering.cancel)
-
-
-def _merged(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """One delta for two that follow each other; `first` is used up."""
-    by_index: dict[int, CompletionOutput] = {choice.index: choice for choice in first.outputs}
-    for choice in second.outputs:
-        before = by_index.get(choice.index)
-        if before is None:
-            first.outputs.append(choice)
-            continue
-        before.text += choice.text
-        before.token_ids += choice.token_ids
-        if choice.logprobs is not None:
-            before.logprobs = (before.logprobs or []) + choice.logprobs
-        before.cumulative_logprob = choice.cumulative_logprob
-        before.finish_reason, before.stop_reason = choice.finish_reason, choice.stop_reason
-    first.finished = second.finished
-    first.prompt_logprobs = first.prompt_logprobs or second.prompt_logprobs
-    first.num_cached_tokens = second.num_cached_tokens
-    first.metrics = second.metrics
-    return first

@@ -6,9 +6,10 @@ receives what is decided here.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
-from phalanx.config import EngineConfig, resolve
+from phalanx.config import EngineConfig, ServerConfig, resolve
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.locate import Checkpoint
@@ -20,3 +21,16 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     from phalanx.planner.hardware import detect
 
     return resolve(config, read_spec(checkpoint.config), detect())
+
+
+def for_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, str]:
+    """What the engine is told: the resolved configuration with local files instead of a name to look up, and without
+    keys or certificates; and what the model is called."""
+    model, server = config.model, config.server
+    path = checkpoint.weight_files[0] if checkpoint.format == "gguf" else checkpoint.folder
+    local = dataclasses.replace(
+        config,
+        model=dataclasses.replace(model, model=str(path), revision=None),
+        server=ServerConfig(log_level=server.log_level, log_format=server.log_format),
+    )
+    return local, (*model.served_model_name, checkpoint.name)[0]
