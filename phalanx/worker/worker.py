@@ -64,6 +64,8 @@ class Worker:
         self.device = _device(config.model.device)
         self.cache_reason = ""
         """What decided the size of the KV cache."""
+        self.attention_reason = ""
+        """Which attention backend runs, and why."""
         self._weights = 0
         self._activations = 0
         self._decoder: Decoder | None = None
@@ -84,6 +86,8 @@ class Worker:
         check_before_loading(
             self._needs(), self._memory(), self.config.cache, device=self.device.type, dtype=model.dtype
         )
+        attention = attention_registry.choose(self.device.type)
+        self.attention_reason = f"{attention.backend.name}: {attention.reason}"
         self._decoder = load_decoder(
             self.checkpoint,
             self.spec,
@@ -92,12 +96,11 @@ class Worker:
             groups=self.groups,
             dtype=DTYPES[model.dtype],
             device=self.device,
-            backend=attention_registry.choose(self.device.type, self.spec),
-            load_format=model.load_format,
-            progress=_phase(progress, "weights"),
+            backend=attention.backend,
+            load_format="dummy" if model.load_format == "dummy" else "auto",
+            progress=None if progress is None else lambda share: progress("weights", share),
         )
-        tensors = {t.data_ptr(): t.nbytes for t in (*self._decoder.parameters(), *self._decoder.buffers())}
-        self._weights = sum(tensors.values())
+        self._weights = self._decoder.nbytes
 
     def allocate(self, progress: LoadProgress | None = None) -> CacheLayout:
         """Size and allocate the KV cache, and run once, so that the first request finds everything ready.
@@ -133,7 +136,7 @@ class Worker:
     # -- steps
 
     def run(self, plan: StepPlan) -> StepResult | None:
-        """The plan's result; None for a plan of another epoch, which is dropped. An exception leaves the worker dead."""
+        """The result; None for a plan of another epoch, which is dropped. An exception leaves the worker dead."""
         if plan.epoch != self.epoch:
             return None
         if self._runner is None or self.state != "ready":
@@ -152,13 +155,14 @@ class Worker:
 
     def status(self) -> WorkerStatus:
         layers = self.spec.layers
+        first, last = self._decoder.layer_range if self._decoder is not None else (0, len(layers))
         return WorkerStatus(
             rank=self.rank,
             pid=os.getpid(),
             node=platform.node(),
             device=str(self.device),
             state=self.state,
-            layers=f"0-{len(layers)}",
+            layers=f"{first}-{last}",
             heads=max((layer.attention.num_heads for layer in layers), default=0),
             memory={
                 "weights": self._weights,
