@@ -1,0 +1,169 @@
+"""One HTTP request as work of the engine: one stream for each prompt, merged, counted and closed together.
+
+Knows tokens and usage. Does not know which endpoint's words the answer will be put in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from phalanx.errors import PhalanxError, Unavailable
+from phalanx.outputs import CompletionOutput, RequestOutput
+from phalanx.sampling_params import SamplingParams
+from phalanx.server.failures import ClientGone
+from phalanx.server.openai_types import PromptTokensDetails, SamplingFields, Usage
+from phalanx.server.state import ServerState
+
+if TYPE_CHECKING:
+    from phalanx.engine.request_stream import RequestStream
+
+
+class Generation:
+    """Every prompt of the request has been admitted when this exists."""
+
+    def __init__(self, streams: list[RequestStream], params: SamplingParams, state: ServerState):
+        self.streams = streams
+        self._recorders = [state.metrics.recorder(len(stream.prompt_token_ids), params.n) for stream in streams]
+        self._cached = [0] * len(streams)
+        self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
+        self._completion_tokens = 0
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Each output with the number of its prompt, in order of arrival. Raises PhalanxError."""
+        source = _merged(self.streams) if len(self.streams) > 1 else _single(self.streams[0])
+        try:
+            async for number, output in source:
+                for choice in output.outputs:
+                    if choice.finish_reason == "abort":
+                        raise Unavailable("The request was stopped by the server.")
+                    self._completion_tokens += len(choice.token_ids)
+                self._cached[number] = output.num_cached_tokens
+                self._recorders[number].saw(output)
+                yield number, output
+        finally:
+            await source.aclose()
+
+    def usage(self, *, hide_completion: bool = False) -> Usage:
+        completion = 0 if hide_completion else self._completion_tokens
+        details = PromptTokensDetails(sum(self._cached))
+        return Usage(self._prompt_tokens, completion, self._prompt_tokens + completion, details)
+
+    def failed(self, error: BaseException) -> None:
+        status = 499 if isinstance(error, ClientGone) else error.status if isinstance(error, PhalanxError) else 500
+        for recorder in self._recorders:
+            recorder.failed(status)
+
+    async def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+        await _close_all(self.streams)
+
+
+async def start_generation(
+    state: ServerState,
+    prompts: list[str] | list[list[int]],
+    params: SamplingParams,
+    request: SamplingFields,
+    *,
+    add_special_tokens: bool,
+    source: str,
+) -> Generation:
+    """Returns once every prompt is in the engine's queue; when one is refused, the others are aborted.
+
+    Raises what `AsyncEngine.submit` raises.
+    """
+
+    async def submit(prompt: str | list[int]) -> RequestStream:
+        if request.truncate_prompt_tokens is not None:
+            prompt = await _truncated(state, prompt, params, request.truncate_prompt_tokens, add_special_tokens)
+        return await state.engine.submit(
+            prompt,
+            params,
+            request_id=uuid.uuid4().hex,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            add_special_tokens=add_special_tokens,
+            source=source,
+        )
+
+    if len(prompts) == 1:
+        return Generation([await submit(prompts[0])], params, state)
+    tasks = [asyncio.create_task(submit(prompt)) for prompt in prompts]
+    try:
+        streams = list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await _close_all([result for result in results if not isinstance(result, BaseException)])
+        raise
+    return Generation(streams, params, state)
+
+
+async def _truncated(
+    state: ServerState, prompt: str | list[int], params: SamplingParams, keep: int, add_special_tokens: bool
+) -> list[int]:
+    """The last `keep` tokens; -1 keeps what the context can hold beside the answer."""
+    if isinstance(prompt, str):
+        prompt = await state.engine.tokenize(prompt, add_special_tokens=add_special_tokens)
+    if keep == -1:
+        keep = state.max_model_len - (params.max_tokens or 1)
+    return prompt[-keep:] if keep > 0 else prompt
+
+
+async def _single(stream: RequestStream) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    async for output in stream:
+        yield 0, output
+
+
+async def _merged(streams: list[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(number: int, stream: RequestStream) -> None:
+        try:
+            async for output in stream:
+                await arrived.put((number, output))
+        except Exception as error:
+            await arrived.put((number, error))
+        else:
+            await arrived.put((number, None))
+
+    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    running = len(streams)
+    try:
+        while running:
+            number, item = await arrived.get()
+            if item is None:
+                running -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield number, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _close_all(streams: list[RequestStream]) -> None:
+    if streams:
+        await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)
+
+
+class ChoiceText:
+    """One answer as it is put together for a reply that is not streamed."""
+
+    __slots__ = ("finish_reason", "index", "parts", "stop_reason")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.parts: list[str] = []
+        self.finish_reason = "stop"
+        self.stop_reason: int | str | None = None
+
+    def add(self, choice: CompletionOutput) -> None:
+        self.parts.append(choice.text)
+        if choice.finish_reason is not None:
+            self.finish_reason, self.stop_reason = choice.finish_reason, choice.stop_reason

@@ -1,0 +1,114 @@
+"""What the routes of one application share: the engine, the configuration, requests in flight, metrics, and what is
+known of the server's condition. Does not speak HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from phalanx.config import EngineConfig
+from phalanx.engine.client import EngineStatus
+from phalanx.errors import ModelNotFound
+from phalanx.metrics.engine_snapshot import EngineSnapshot
+from phalanx.metrics.serving import ServingMetrics
+from phalanx.server.request_fields import UnknownFields
+from phalanx.server.streaming import InFlight
+
+if TYPE_CHECKING:
+    from phalanx.engine.async_engine import AsyncEngine
+
+STALE_S = 30.0
+"""A ready engine that has moved no token and made no idle tick for so long is not ready."""
+
+DEAD_S = 300.0
+"""…and for so long, not alive: a long prompt on a slow machine may take a minute in one step, a restart costs more."""
+
+
+class ServerState:
+    def __init__(self, engine: AsyncEngine, config: EngineConfig):
+        self.engine = engine
+        self.config = config
+        self.created = int(time.time())
+        self.draining = False
+        self.in_flight = InFlight(config.server.request_timeout)
+        self.unknown_fields = UnknownFields()
+        self.metrics = ServingMetrics(self.model_name, self.snapshot)
+        self.long_texts = asyncio.Semaphore(1)
+        """Held while /tokenize and /detokenize work on a thread, so that they cannot take all of them."""
+
+    # Condition
+
+    def phase(self) -> str:
+        """loading, ready, recovering, draining or failed."""
+        if self.draining:
+            return "draining"
+        state = self.engine.status().state
+        return "loading" if state == "ready" and self.engine.chat_template is None else state
+
+    def silent_for(self, status: EngineStatus) -> float:
+        """Seconds since the engine's last sign of life."""
+        return max(0.0, time.time() - status.heartbeat)
+
+    def why_not_ready(self) -> str | None:
+        status = self.engine.status()
+        phase = self.phase()
+        if phase not in ("ready", "recovering"):
+            return phase if phase != "failed" or not status.cause else f"failed: {status.cause}"
+        silent = self.silent_for(status)
+        return f"no sign of life from the engine for {silent:.0f} s" if silent > STALE_S else None
+
+    def why_not_alive(self) -> str | None:
+        status = self.engine.status()
+        if status.state == "failed" and not self.draining:
+            return f"failed: {status.cause}" if status.cause else "failed"
+        silent = self.silent_for(status)
+        if status.state == "ready" and silent > DEAD_S:
+            return f"no sign of life from the engine for {silent:.0f} s"
+        return None
+
+    def snapshot(self) -> EngineSnapshot:
+        status = self.engine.status()
+        return EngineSnapshot(
+            state=self.phase(),
+            epoch=status.epoch,
+            steps=status.step,
+            step_seconds=status.step_seconds,
+            running=status.running,
+            waiting=status.waiting,
+            blocks=status.blocks,
+            free_blocks=status.free_blocks,
+            preemptions=status.preemptions,
+            prefix_queries=status.prefix_queries,
+            prefix_hits=status.prefix_hits,
+            computed_tokens=status.computed_tokens,
+            heartbeat_age=self.silent_for(status),
+        )
+
+    # Model
+
+    def model_names(self) -> tuple[str, ...]:
+        """Every name that requests may use; the first is the one reported. Empty while nothing is known."""
+        if self.config.model.served_model_name:
+            return self.config.model.served_model_name
+        info = getattr(self.engine, "info", None)
+        return (info.model,) if info is not None else ()
+
+    def model_name(self) -> str:
+        names = self.model_names()
+        return names[0] if names else self.config.model.model or ""
+
+    def check_model(self, asked: str | None) -> str:
+        """The name to answer with. Raises ModelNotFound."""
+        names = self.model_names()
+        if asked is None:
+            return self.model_name()
+        if asked not in names:
+            raise ModelNotFound(
+                f"The model '{asked[:200]}' does not exist.", fix=f"This server has {', '.join(names)}.", param="model"
+            )
+        return asked
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.config.model.max_model_len or self.engine.info.max_model_len
