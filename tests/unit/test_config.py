@@ -1,0 +1,159 @@
+"""The configuration: declarations, types, sizes, and the one place where automatic values are decided."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.config import EngineConfig, options_by_name, parse_size, resolve
+from phalanx.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Spec:
+    max_positions: int = 2048
+    checkpoint_dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Machine:
+    device: str = "cpu"
+    native_bfloat16: bool = True
+
+
+def resolved(spec: Spec = Spec(), machine: Machine = Machine(), **options) -> EngineConfig:
+    return resolve(EngineConfig.from_options(**options), spec, machine)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("1k", 1000),
+        ("1K", 1024),
+        ("2G", 2 * 2**30),
+        ("2GiB", 2 * 2**30),
+        ("1.5g", 1_500_000_000),
+        (" 3 m ", 3_000_000),
+        ("1T", 2**40),
+        ("0", 0),
+    ],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "k", "-1", "1x", "1e3", "1.", "0x10", "1kk", "1 2", "nan", "١x"])
+def test_what_is_not_a_size(text):
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+@given(st.integers(0, 2**70))
+def test_any_whole_number_is_a_size_exactly(number):
+    assert parse_size(str(number)) == number
+    assert parse_size(f"{number}K") == number * 1024
+
+
+def test_every_option_is_declared_with_help_and_a_good_default():
+    assert len(options_by_name()) == sum(
+        len(dataclasses.fields(field.default_factory())) for field in dataclasses.fields(EngineConfig)
+    ), "two sections share an option's name"
+    for name, (section, declared) in options_by_name().items():
+        assert declared.metadata["help"].endswith("."), name
+        default = getattr(getattr(EngineConfig(), section), name)
+        assert not declared.metadata["choices"] or default is None or default in declared.metadata["choices"]
+        rebuilt = EngineConfig.from_options(**{name: default})
+        assert rebuilt == EngineConfig()
+
+
+def test_the_configuration_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig().server.port = 1
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"max_modle_len": 1}, "Did you mean 'max_model_len'?"),
+        ({"zzzz": 1}, "Unknown option 'zzzz'"),
+        ({"port": "many"}, "not an integer"),
+        ({"port": True}, "must be int"),
+        ({"port": 1.5}, "must be int"),
+        ({"port": None}, "needs a value"),
+        ({"dtype": "bf16"}, "Choose one of"),
+        ({"enable_prefix_caching": "maybe"}, "Write true or false"),
+        ({"enable_prefix_caching": 1}, "must be bool"),
+        ({"request_timeout": "soon"}, "not a number"),
+        ({"api_key": [1]}, "list of strings"),
+        ({"model": 3}, "must be str"),
+    ],
+)
+def test_wrong_options_are_config_errors(options, complaint):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(**options)
+    assert complaint in str(caught.value)
+
+
+def test_values_are_taken_as_text_or_as_what_they_are():
+    assert EngineConfig.from_options(port="80").server.port == 80
+    assert EngineConfig.from_options(request_timeout=5).server.request_timeout == 5.0
+    assert EngineConfig.from_options(max_model_len="4K").model.max_model_len == 4096
+    assert EngineConfig.from_options(enable_prefix_caching="off").cache.enable_prefix_caching is False
+    assert EngineConfig.from_options(api_key="one").server.api_key == ("one",)
+    assert EngineConfig.from_options(api_key=["one", "two"]).server.api_key == ("one", "two")
+    assert EngineConfig.from_options(max_model_len=None).model.max_model_len is None
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "machine", "dtype"),
+    [
+        ({}, Spec(), Machine(), "bfloat16"),
+        ({}, Spec(), Machine(native_bfloat16=False), "float32"),
+        ({}, Spec(), Machine("cuda", False), "bfloat16"),
+        ({}, Spec(checkpoint_dtype="float32"), Machine(), "float32"),
+        ({}, Spec(checkpoint_dtype="quantized"), Machine(), "bfloat16"),
+        ({"dtype": "float16"}, Spec(), Machine(), "float16"),
+        ({"device": "cpu"}, Spec(), Machine("cuda", False), "float32"),
+    ],
+)
+def test_automatic_dtype(options, spec, machine, dtype):
+    config = resolved(spec, machine, **options)
+    assert config.model.dtype == dtype
+    assert config.cache.kv_cache_dtype == dtype
+
+
+def test_resolving_leaves_nothing_automatic_and_the_original_alone():
+    config = EngineConfig.from_options(kv_cache_dtype="float32")
+    result = resolve(config, Spec(), Machine())
+    assert (result.model.device, result.model.max_model_len) == ("cpu", 2048)
+    assert result.cache.kv_cache_dtype == "float32"
+    assert result.parallel.distributed_executor_backend == "inprocess"
+    assert config.model.device == "auto"
+    assert resolve(result, Spec(), Machine()) == result
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2"),
+        ({"pipeline_parallel_size": 0}, "--pipeline-parallel-size is 0"),
+        ({"data_parallel_size": 3}, "--data-parallel-size"),
+        ({"context_parallel_size": 2}, "--context-parallel-size"),
+        ({"distributed_executor_backend": "ray"}, "Use inprocess"),
+        ({"block_size": 0}, "--block-size is 0"),
+        ({"max_num_seqs": -1}, "--max-num-seqs"),
+        ({"max_num_seqs": 70000}, "65535"),
+        ({"max_num_batched_tokens": 0}, "--max-num-batched-tokens"),
+        ({"max_model_len": 0}, "--max-model-len"),
+        ({"max_model_len": 4096}, "at most 2048"),
+        ({"gpu_memory_utilization": 0.0}, "above 0"),
+        ({"gpu_memory_utilization": float("nan")}, "above 0"),
+    ],
+)
+def test_what_cannot_be(options, complaint):
+    with pytest.raises(ConfigError) as caught:
+        resolved(**options)
+    assert complaint in str(caught.value)
