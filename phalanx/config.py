@@ -18,11 +18,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def option(default: Any, help: str, *flags: str, choices: tuple[str, ...] = (), parse: Callable[[str], Any] | None = None,
-           positional: bool = False, secret: bool = False) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *flags: str,
+    choices: tuple[str, ...] = (),
+    parse: Callable[[str], Any] | None = None,
+    positional: bool = False,
+    secret: bool = False,
+) -> Any:
     """One option. The flag is the field's name in kebab case; `flags` adds aliases such as `-tp`. `parse` turns text
     into the value and raises ConfigError; a tuple default makes the flag repeatable."""
-    metadata = {"help": help, "flags": flags, "choices": choices, "parse": parse, "positional": positional, "secret": secret}
+    metadata = {
+        "help": help,
+        "flags": flags,
+        "choices": choices,
+        "parse": parse,
+        "positional": positional,
+        "secret": secret,
+    }
     if isinstance(default, dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -35,22 +49,40 @@ def parse_size(text: str) -> int:
     """`4096`, `1k` = 1000, `1K` = 1024, `2G` = 2 GiB, `1.5g`. Raises ConfigError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(?:i?[bB])?", text.strip())
     if not match:
-        raise ConfigError(f"'{text}' is not a size.", fix="Write a number with an optional k, m, g, K, M or G: 4096, 32k, 2G.")
+        raise ConfigError(
+            f"'{text}' is not a size.", fix="Write a number with an optional k, m, g, K, M or G: 4096, 32k, 2G."
+        )
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    model: str | None = option(None, "Model to serve: a folder, a .gguf file or a Hugging Face id. Without one, the demo model.", positional=True)
+    model: str | None = option(
+        None,
+        "Model to serve: a folder, a .gguf file or a Hugging Face id. Without one, the demo model.",
+        positional=True,
+    )
     tokenizer: str | None = option(None, "Folder or Hugging Face id of the tokenizer, when it is not the model's own.")
     revision: str | None = option(None, "Branch, tag or commit of the model on the hub.")
-    served_model_name: tuple[str, ...] = option((), "Name(s) that requests use for the model. The first one is reported.")
+    served_model_name: tuple[str, ...] = option(
+        (), "Name(s) that requests use for the model. The first one is reported."
+    )
     dtype: str = option("auto", "Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
-    quantization: str | None = option(None, "Quantisation scheme of the weights. Default: as the checkpoint says.", "-q")
-    load_format: str = option("auto", "`dummy` fills the weights with random numbers, without reading them.", choices=("auto", "dummy"))
-    max_model_len: int | None = option(None, "Longest context (prompt and answer) in tokens. Default: the model's own.", parse=parse_size)
+    quantization: str | None = option(
+        None, "Quantisation scheme of the weights. Default: as the checkpoint says.", "-q"
+    )
+    load_format: str = option(
+        "auto", "`dummy` fills the weights with random numbers, without reading them.", choices=("auto", "dummy")
+    )
+    max_model_len: int | None = option(
+        None, "Longest context (prompt and answer) in tokens. Default: the model's own.", parse=parse_size
+    )
     chat_template: str | None = option(None, "Jinja chat template: a file, or the template itself in one line.")
-    generation_config: str = option("auto", "`auto` takes sampling defaults from the model's generation_config.json, `none` does not.", choices=("auto", "none"))
+    generation_config: str = option(
+        "auto",
+        "`auto` takes sampling defaults from the model's generation_config.json, `none` does not.",
+        choices=("auto", "none"),
+    )
     seed: int | None = option(None, "Seed of the draws for requests that bring none. Default: random.")
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))
 
@@ -58,16 +90,26 @@ class ModelConfig:
 @dataclass(frozen=True)
 class CacheConfig:
     block_size: int = option(16, "Tokens per KV-cache block.")
-    kv_cache_memory_bytes: int | None = option(None, "Size of the KV cache, such as 2G. Default: from free memory.", parse=parse_size)
-    gpu_memory_utilization: float | None = option(None, "Share of the device's memory to use. Default: 0.9 of a GPU; on a CPU the KV cache takes at most a quarter of the free memory.")
-    kv_cache_dtype: str = option("auto", "Type of the KV cache; auto is the model's.", choices=("auto", "float32", "bfloat16", "float16"))
+    kv_cache_memory_bytes: int | None = option(
+        None, "Size of the KV cache, such as 2G. Default: from free memory.", parse=parse_size
+    )
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of the device's memory to use. Default: 0.9 of a GPU; on a CPU the KV cache takes at most a quarter of "
+        "the free memory.",
+    )
+    kv_cache_dtype: str = option(
+        "auto", "Type of the KV cache; auto is the model's.", choices=("auto", "float32", "bfloat16", "float16")
+    )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prompt beginnings.")
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
     max_num_seqs: int = option(128, "Requests that run at the same time.")
-    max_num_batched_tokens: int = option(2048, "Tokens computed in one step; longer prompts are computed in chunks.", parse=parse_size)
+    max_num_batched_tokens: int = option(
+        2048, "Tokens computed in one step; longer prompts are computed in chunks.", parse=parse_size
+    )
     max_num_queued_reqs: int = option(1024, "Requests that may wait; more are refused with 503.")
 
 
@@ -77,7 +119,9 @@ class ParallelConfig:
     pipeline_parallel_size: int = option(1, "Stages of consecutive layers.", "-pp")
     data_parallel_size: int = option(1, "Replicas of the whole model.", "-dp")
     context_parallel_size: int = option(1, "Ranks that share every context.", "-cp")
-    distributed_executor_backend: str | None = option(None, "How ranks are started. Default: chosen by the layout.", choices=("inprocess", "mp", "ray"))
+    distributed_executor_backend: str | None = option(
+        None, "How ranks are started. Default: chosen by the layout.", choices=("inprocess", "mp", "ray")
+    )
 
 
 @dataclass(frozen=True)
@@ -107,7 +151,10 @@ class ServerConfig:
     ssl_certfile: str | None = option(None, "TLS certificate chain (PEM).")
     ssl_ca_certs: str | None = option(None, "Accept only clients with a certificate signed by these authorities (PEM).")
     allowed_origins: tuple[str, ...] = option((), "Browser origins allowed to call the API (CORS). Default: none.")
-    allowed_hosts: tuple[str, ...] = option((), "Host names accepted in requests. Default: any with an API key or a non-loopback --host; else loopback names.")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Host names accepted in requests. Default: any with an API key or a non-loopback --host; else loopback names.",
+    )
     request_timeout: float = option(600.0, "Seconds after which a request ends with 504.")
     shutdown_timeout: float = option(30.0, "Seconds that running requests may take to finish after SIGTERM.")
     sse_keep_alive_interval: float = option(15.0, "Seconds between comments that keep an idle stream open.")
@@ -178,10 +225,11 @@ def _checked(declared: dataclasses.Field[Any], value: Any) -> Any:
         value = parse_text(declared, value)
     if not isinstance(value, _TYPES[base]) or (isinstance(value, bool) and base != "bool"):
         raise ConfigError(f"`{name}` must be {base}, got {type(value).__name__}.")
+    checked: Any = value
     choices = declared.metadata["choices"]
     if choices and value not in choices:
         raise ConfigError(f"`{name}` is '{value}'.", fix=f"Choose one of {', '.join(choices)}.")
-    return float(value) if base == "float" else value
+    return float(checked) if base == "float" else checked
 
 
 def parse_text(declared: dataclasses.Field[Any], text: str) -> Any:
@@ -199,7 +247,9 @@ def parse_text(declared: dataclasses.Field[Any], text: str) -> Any:
         try:
             return int(text) if base == "int" else float(text)
         except ValueError:
-            raise ConfigError(f"`{declared.name}` is '{text}', which is not {'an integer' if base == 'int' else 'a number'}.") from None
+            raise ConfigError(
+                f"`{declared.name}` is '{text}', which is not {'an integer' if base == 'int' else 'a number'}."
+            ) from None
     return text
 
 
@@ -229,19 +279,23 @@ def resolve(config: EngineConfig, spec: SpecFacts, hardware: HardwareFacts) -> E
     Returns a new object; sizes that need measured memory (the KV cache) are decided by the worker. Raises ConfigError.
     """
     model, cache, scheduler, parallel = config.model, config.cache, config.scheduler, config.parallel
-    for size, what in (("tensor", "tensor"), ("pipeline", "pipeline"), ("data", "data"), ("context", "context")):
-        if getattr(parallel, f"{size}_parallel_size") != 1:
+    for axis in ("tensor", "pipeline", "data", "context"):
+        size = getattr(parallel, f"{axis}_parallel_size")
+        if size != 1:
             raise ConfigError(
-                f"--{size}-parallel-size is {getattr(parallel, f'{size}_parallel_size')}, but {what} parallelism is not in this version.",
-                fix=f"Use --{size}-parallel-size 1.",
+                f"--{axis}-parallel-size is {size}, but {axis} parallelism is not in this version.",
+                fix=f"Use --{axis}-parallel-size 1.",
             )
     if parallel.distributed_executor_backend not in (None, "inprocess"):
         raise ConfigError(
-            f"--distributed-executor-backend {parallel.distributed_executor_backend} is not in this version.", fix="Use inprocess."
+            f"--distributed-executor-backend {parallel.distributed_executor_backend} is not in this version.",
+            fix="Use inprocess.",
         )
     positive = {
-        "block_size": cache.block_size, "max_num_seqs": scheduler.max_num_seqs,
-        "max_num_batched_tokens": scheduler.max_num_batched_tokens, "max_num_queued_reqs": scheduler.max_num_queued_reqs,
+        "block_size": cache.block_size,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "max_num_queued_reqs": scheduler.max_num_queued_reqs,
         "max_model_len": model.max_model_len,
     }
     for name, value in positive.items():
@@ -250,10 +304,13 @@ def resolve(config: EngineConfig, spec: SpecFacts, hardware: HardwareFacts) -> E
     if scheduler.max_num_seqs > 65535:
         raise ConfigError(f"--max-num-seqs is {scheduler.max_num_seqs}; at most 65535 requests can run at once.")
     if cache.gpu_memory_utilization is not None and not 0 < cache.gpu_memory_utilization <= 1:
-        raise ConfigError(f"--gpu-memory-utilization is {cache.gpu_memory_utilization:g}; it must be above 0 and at most 1.")
+        raise ConfigError(
+            f"--gpu-memory-utilization is {cache.gpu_memory_utilization:g}; it must be above 0 and at most 1."
+        )
     if model.max_model_len is not None and model.max_model_len > spec.max_positions:
         raise ConfigError(
-            f"--max-model-len is {model.max_model_len}, but the model was made for at most {spec.max_positions} tokens.",
+            f"--max-model-len is {model.max_model_len}, but the model was made for at most {spec.max_positions} "
+            "tokens.",
             fix=f"Use at most {spec.max_positions}.",
         )
     device = hardware.device if model.device == "auto" else model.device
@@ -263,7 +320,11 @@ def resolve(config: EngineConfig, spec: SpecFacts, hardware: HardwareFacts) -> E
         dtype = "bfloat16" if narrow and spec.checkpoint_dtype != "float32" else "float32"
     return dataclasses.replace(
         config,
-        model=dataclasses.replace(model, device=device, dtype=dtype, max_model_len=model.max_model_len or spec.max_positions),
-        cache=dataclasses.replace(cache, kv_cache_dtype=dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype),
+        model=dataclasses.replace(
+            model, device=device, dtype=dtype, max_model_len=model.max_model_len or spec.max_positions
+        ),
+        cache=dataclasses.replace(
+            cache, kv_cache_dtype=dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
+        ),
         parallel=dataclasses.replace(parallel, distributed_executor_backend="inprocess"),
     )

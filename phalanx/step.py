@@ -28,14 +28,14 @@ _ITEM = {"H": 2, "i": 4, "f": 4}
 
 def pack(values: Iterable[int] | Iterable[float], code: str = "i") -> bytes:
     """Little-endian packed numbers: `i` int32, `H` uint16, `f` float32."""
-    return array(code, values).tobytes()  # type: ignore[arg-type]
+    return array(code, values).tobytes()
 
 
 def unpack(data: bytes, code: str = "i") -> Sequence[int]:
     """The inverse of `pack`. Raises ValueError when `data` is not a whole number of items."""
     if len(data) % _ITEM[code]:
         raise ValueError(f"{len(data)} bytes are not a whole number of '{code}' items")
-    values: array[int] = array(code)  # type: ignore[type-arg]
+    values: array[int] = array(code)
     values.frombytes(data)
     return values
 

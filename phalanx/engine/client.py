@@ -137,5 +137,3 @@ class EngineClient(Protocol):
     async def close(self) -> None:
         """Idempotent; ends everything it started."""
         ...
-
-
