@@ -97,8 +97,8 @@ class GGUFFile:
 def read_gguf(path: Path) -> GGUFFile:
     """Read and check the header of `path`.
 
-    Raises FormatError when the file breaks the format, UnsupportedModel for a split, big-endian or too old file, and
-    CheckpointError when it cannot be read at all.
+    Raises FormatError when the file breaks the format or is big-endian or too old, UnsupportedModel for a split file,
+    and CheckpointError when it cannot be read at all.
     """
     path = Path(path)
     try:
@@ -183,14 +183,10 @@ class _Header:
         self._at = 4
         version = self._scalar(_U32)
         if version and not version & 0xFFFF:
-            raise UnsupportedModel(
-                f"{self._path} is a big-endian GGUF file, which is not supported.",
-                fix="Use the little-endian file of the model.",
-            )
+            raise FormatError(f"{self._path} is a big-endian GGUF file.", fix="Use the model's little-endian file.")
         if version == 1:
-            raise UnsupportedModel(
-                f"{self._path} has GGUF version 1, which is too old.",
-                fix="Convert the model again with a current converter.",
+            raise FormatError(
+                f"{self._path} has GGUF version 1, which is too old.", fix="Convert the model with a current converter."
             )
         if version not in (2, 3):
             self._fail(f"its version is {version} (2 and 3 are known)")

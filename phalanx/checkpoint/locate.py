@@ -225,9 +225,9 @@ def _weight_files(folder: Path, names: set[str]) -> tuple[Path, ...]:
     candidates = sorted(
         name for name in names if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter_"))
     )
-    if len(candidates) <= 1:
-        return tuple(_required(folder, name) for name in candidates)
     shards = [match for name in candidates if (match := _SHARD.fullmatch(name))]
+    if len(candidates) <= 1 and not shards:
+        return tuple(_required(folder, name) for name in candidates)
     sets = {(match[1], match[3]) for match in shards}
     if len(shards) != len(candidates) or len(sets) != 1:
         raise CheckpointError(
