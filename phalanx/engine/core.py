@@ -227,11 +227,11 @@ def _load(channel: FrameSocket, start: Start) -> Engine | None:
         return None
     except Exception as error:
         log.debug("loading failed", exc_info=True)
-        cause = " ".join(str(error).split())[:500]
+        cause = " ".join(str(error).split())[:500].rstrip(".")
         channel.send(
             LoadFailed(
                 "PhalanxError",
-                f"The engine could not start because of an internal error: {type(error).__name__}: {cause}",
+                f"The engine could not start because of an internal error: {type(error).__name__}: {cause}.",
                 fix="`--log-level debug` shows where. Please report it.",
                 code="internal_error",
             )

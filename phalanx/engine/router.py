@@ -129,6 +129,9 @@ class Router:
             stream = cast("AsyncGenerator[EngineOutput, None]", engine.client.generate(request))
             async with aclosing(stream) as outputs:
                 async for output in outputs:
+                    if output.error is not None:
+                        yield output
+                        return
                     new = cursor.accept(output)
                     if new is not None:
                         yield new
