@@ -271,7 +271,7 @@ class AsyncEngine:
             status.state = "draining"
         return status
 
-    async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 (the clients' signature)
+    async def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for those that run. False when some still ran after `timeout` seconds."""
         if self._state != "closed":
             self._state = "draining"

@@ -130,7 +130,7 @@ class EchoEngine:
         self._status.heartbeat = time.time()
         return self._status
 
-    async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 (the protocol's signature)
+    async def drain(self, timeout: float) -> bool:
         self._set_state("draining")
         if not self._running:
             return True

@@ -291,7 +291,7 @@ class Replica:
             status.state = "draining"
         return status
 
-    async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 (the protocol's signature)
+    async def drain(self, timeout: float) -> bool:
         self._draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)

@@ -165,7 +165,7 @@ class Router:
         statuses = [engine.client.status() for engine in self._engines]
         return statuses[0] if len(statuses) == 1 else _merge(statuses)
 
-    async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 (the protocol's signature)
+    async def drain(self, timeout: float) -> bool:
         return all(await asyncio.gather(*(engine.client.drain(timeout) for engine in self._engines)))
 
     async def close(self) -> None:

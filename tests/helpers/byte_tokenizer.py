@@ -10,7 +10,6 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<bot>{% endif %}"
 )
-)
 
 
 def byte_tokenizer(*, bos: bool = False) -> Tokenizer:
