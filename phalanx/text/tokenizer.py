@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
+from phalanx.checkpoint.locate import inside, locate_tokenizer
 from phalanx.errors import CheckpointError, FormatError
+from phalanx.text import bpe, gguf_vocab, qwen_tiktoken, sentencepiece_model
 from phalanx.text.token_bytes import TokenBytes, decoder_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ _log = logging.getLogger(__name__)
 _MAX_FILE = 512 * 2**20
 """Bytes of the largest vocabulary file that is read; the biggest published ones are about 35 MB."""
 _MAX_JSON = 32 * 2**20
+_QWEN = "qwen.tiktoken"
+_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -116,51 +120,87 @@ def load_tokenizer(checkpoint: Checkpoint, tokenizer: str | None = None, revisio
     """
     eos = eos_ids(checkpoint.config, checkpoint.generation_config)
     if tokenizer is not None:
-        from phalanx.checkpoint.locate import locate_tokenizer
-
         return from_folder(locate_tokenizer(tokenizer, revision=revision), checkpoint.config, eos)
-    if checkpoint.gguf is not None:
-        from phalanx.text.gguf_vocab import gguf_tokenizer
-
-        return gguf_tokenizer(checkpoint.gguf.metadata, eos)
-    return from_folder(checkpoint.folder, checkpoint.config, eos)
+    if checkpoint.gguf is None:
+        return from_folder(checkpoint.folder, checkpoint.config, eos)
+    found = gguf_vocab.read_vocabulary(checkpoint.gguf.metadata)
+    return Tokenizer(
+        found.backend,
+        special_tokens=found.special_tokens,
+        eos_token_ids=[*found.eos_token_ids, *eos],
+        chat_template=found.chat_template,
+    )
 
 
 def from_folder(folder: Path, config: dict[str, Any] | None = None, eos_token_ids: Iterable[int] = ()) -> Tokenizer:
-    """The tokenizer whose files are in `folder`. `config` is the model's config.json. Raises CheckpointError."""
-    config = config or {}
-    settings = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(_read_json(folder / "special_tokens_map.json") | settings)
-    template = _chat_template(folder, settings)
-    if (file := folder / "tokenizer.json").is_file():
-        text = read_bounded(file).decode("utf-8", "replace")
-        backend = build(lambda: tokenizers.Tokenizer.from_str(text), file.name)
-    elif file := _first(folder, "*.tiktoken"):
-        from phalanx.text.qwen_tiktoken import CHATML, QWEN_TOKENS, qwen_tokenizer
-
-        backend = qwen_tokenizer(read_bounded(file))
-        named = QWEN_TOKENS | named
-        template = template or CHATML
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        backend = _byte_level_files(folder, settings)
-    elif (file := folder / "tokenizer.model").is_file():
-        from phalanx.text.sentencepiece_model import sentencepiece_tokenizer
-
-        backend, pieces = sentencepiece_tokenizer(read_bounded(file), add_prefix_space=settings.get("add_prefix_space"))
-        named = pieces | named
-        settings = {"add_bos_token": True, "add_eos_token": False} | settings
-    else:
-        raise CheckpointError(
-            f"There is no tokenizer in '{folder}': looked for tokenizer.json, *.tiktoken, vocab.json with merges.txt, "
-            "and tokenizer.model.",
-            fix="Put the model's tokenizer files there, or name a folder or hub id that has them with --tokenizer.",
-        )
-    _complete_added_tokens(backend, folder, settings, named)
-    _bos_and_eos(backend, settings, named)
-    eos_token_ids = list(eos_token_ids) or eos_ids(config, {})
-    if "eos_token" not in named and eos_token_ids and (token := backend.id_to_token(eos_token_ids[0])):
+    """The tokenizer whose files are in `folder`. `config` is the model's config.json; `eos_token_ids` end answers
+    beside the tokenizer's own. Raises CheckpointError."""
+    files = _Files(folder)
+    settings = files.json("tokenizer_config.json")
+    named = _named_tokens(files.json("special_tokens_map.json") | settings)
+    found = _vocabulary(files, settings)
+    named = found.special_tokens | named
+    _complete_added_tokens(found.backend, files, settings, named)
+    _bos_and_eos(found.backend, settings, named)
+    ends = [*found.eos_token_ids, *eos_token_ids] or eos_ids(config or {}, {})
+    if "eos_token" not in named and ends and (token := found.backend.id_to_token(ends[0])):
         named["eos_token"] = token
-    return Tokenizer(backend, special_tokens=named, eos_token_ids=eos_token_ids, chat_template=template)
+    template = _chat_template(files, settings) or found.chat_template
+    return Tokenizer(found.backend, special_tokens=named, eos_token_ids=ends, chat_template=template)
+
+
+def _vocabulary(files: _Files, settings: dict[str, Any]) -> bpe.Vocabulary:
+    if data := files.read("tokenizer.json"):
+        text = data.decode("utf-8", "replace")
+        return bpe.Vocabulary(bpe.build(lambda: tokenizers.Tokenizer.from_str(text), "tokenizer.json"))
+    if data := files.read(_QWEN):
+        return qwen_tiktoken.read_vocabulary(data, _QWEN)
+    if (vocabulary := files.json("vocab.json")) and (merges := files.read("merges.txt")) is not None:
+        return bpe.Vocabulary(_vocab_and_merges(vocabulary, merges, settings))
+    if data := files.read("tokenizer.model"):
+        prefix = settings.get("add_prefix_space")
+        settings.setdefault("add_bos_token", True)
+        return sentencepiece_model.read_vocabulary(
+            data, "tokenizer.model", add_prefix_space=prefix if isinstance(prefix, bool) else None
+        )
+    raise CheckpointError(
+        f"There is no tokenizer in {files.folder}: neither tokenizer.json, {_QWEN}, vocab.json with merges.txt, nor "
+        "tokenizer.model.",
+        fix="Put the model's tokenizer files there, or name a folder or hub id that has them with --tokenizer.",
+    )
+
+
+class _Files:
+    """A folder's files by name, none larger than `_MAX_FILE`, none from outside the folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def read(self, name: str, limit: int = _MAX_FILE) -> bytes | None:
+        """The whole file; None when there is none. Raises CheckpointError."""
+        path = inside(self.folder, name)
+        if path is None:
+            return None
+        try:
+            size = path.stat().st_size
+            if size > limit:
+                raise FormatError(f"{path} has {size} bytes, more than the {limit} that such a file may have.")
+            return path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The object in the file; empty when there is no file. Raises CheckpointError."""
+        data = self.read(name, _MAX_JSON)
+        if data is None:
+            return {}
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise FormatError(f"{self.folder / name} does not hold a JSON object.", fix="Fetch the file again.")
+        return value
 
 
 def eos_ids(config: dict[str, Any], generation_config: dict[str, Any]) -> list[int]:
@@ -171,55 +211,6 @@ def eos_ids(config: dict[str, Any], generation_config: dict[str, Any]) -> list[i
         value = source.get("eos_token_id")
         found += [i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)]
     return list(dict.fromkeys(found))
-
-
-def build(make: Callable[[], tokenizers.Tokenizer], what: str) -> tokenizers.Tokenizer:
-    """`make()`, with whatever the `tokenizers` library throws at a bad vocabulary turned into FormatError."""
-    try:
-        return make()
-    except BaseException as error:  # a Rust panic is not an Exception
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        detail = " ".join(str(error).split())[:300]
-        raise FormatError(
-            f"The vocabulary in {what} cannot be used: {detail}",
-            fix="Fetch the file again, or name a folder with a tokenizer.json with --tokenizer.",
-        ) from None
-
-
-def read_bounded(path: Path, limit: int = _MAX_FILE) -> bytes:
-    """The whole file. Raises CheckpointError when it cannot be read or is larger than `limit` bytes."""
-    try:
-        size = path.stat().st_size
-        if size > limit:
-            raise FormatError(f"'{path}' has {size} bytes, more than the {limit} that such a file may have.")
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error.strerror or error}.") from None
-
-
-def template_processor(bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> Any:
-    """A post-processor that puts `bos` before and `eos` after every text; each is (token, id) or None."""
-    single = [*([f"{bos[0]}:0"] if bos else []), "$A:0", *([f"{eos[0]}:0"] if eos else [])]
-    pair = [*single, *([f"{bos[0]}:1"] if bos else []), "$B:1", *([f"{eos[0]}:1"] if eos else [])]
-    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=[t for t in (bos, eos) if t])
-
-
-def _first(folder: Path, pattern: str) -> Path | None:
-    return next(iter(sorted(folder.glob(pattern))), None)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in the file; empty when there is no file. Raises FormatError."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(read_bounded(path, _MAX_JSON))
-    except (ValueError, RecursionError):
-        raise FormatError(f"'{path}' is not valid JSON.", fix="Fetch the file again.") from None
-    if not isinstance(value, dict):
-        raise FormatError(f"'{path}' must hold a JSON object.", fix="Fetch the file again.")
-    return value
 
 
 def _content(token: Any) -> str | None:
@@ -233,11 +224,11 @@ def _named_tokens(source: dict[str, Any]) -> dict[str, str]:
     return {name: text for name in _NAMED if (text := _content(source.get(name)))}
 
 
-def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
+def _chat_template(files: _Files, settings: dict[str, Any]) -> str | None:
     """The template, from its own file or from tokenizer_config.json; of several named ones the one called default."""
-    if (file := folder / "chat_template.jinja").is_file():
-        return read_bounded(file, _MAX_JSON).decode("utf-8", "replace")
-    for source in (_read_json(folder / "chat_template.json"), settings):
+    if data := files.read("chat_template.jinja", _MAX_JSON):
+        return data.decode("utf-8", "replace")
+    for source in (files.json("chat_template.json"), settings):
         value = source.get("chat_template")
         if isinstance(value, list):
             value = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
@@ -248,62 +239,54 @@ def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     return None
 
 
-def _byte_level_files(folder: Path, settings: dict[str, Any]) -> tokenizers.Tokenizer:
-    from phalanx.text.gguf_vocab import byte_level_bpe
-
-    vocabulary = _read_json(folder / "vocab.json")
-    if not all(isinstance(i, int) for i in vocabulary.values()):
-        raise FormatError(f"'{folder / 'vocab.json'}' must map tokens to ids.", fix="Fetch the file again.")
-    lines = read_bounded(folder / "merges.txt").decode("utf-8", "replace").split("\n")
-    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    if any(len(pair) != 2 for pair in merges):
-        raise FormatError(f"'{folder / 'merges.txt'}' must have two tokens a line.", fix="Fetch the file again.")
+def _vocab_and_merges(vocabulary: dict[str, Any], merges: bytes, settings: dict[str, Any]) -> tokenizers.Tokenizer:
+    if not all(isinstance(i, int) and i >= 0 for i in vocabulary.values()):
+        raise FormatError("vocab.json must map tokens to ids.", fix="Fetch the file again.")
+    pairs: list[tuple[str, str]] = []
+    for line in merges.decode("utf-8", "replace").split("\n"):
+        if not (line := line.rstrip("\r")) or line.startswith("#version"):
+            continue
+        left, _, right = line.partition(" ")
+        if not left or not right or " " in right:
+            raise FormatError("merges.txt must have two tokens on each line.", fix="Fetch the file again.")
+        pairs.append((left, right))
     pre = "qwen2" if "qwen2" in str(settings.get("tokenizer_class", "")).lower() else "gpt-2"
     prefix = settings.get("add_prefix_space") is True
-    return build(lambda: byte_level_bpe(vocabulary, merges, pre, add_prefix_space=prefix), "vocab.json and merges.txt")
+    return bpe.build(
+        lambda: bpe.byte_level_bpe(vocabulary, pairs, pre, add_prefix_space=prefix), "vocab.json and merges.txt"
+    )
 
 
 def _complete_added_tokens(
-    backend: tokenizers.Tokenizer, folder: Path, settings: dict[str, Any], named: dict[str, str]
+    backend: tokenizers.Tokenizer, files: _Files, settings: dict[str, Any], named: dict[str, str]
 ) -> None:
-    """Add the tokens that only the side files know. A file may not move a token to another id."""
+    """Add the tokens that only the side files know. A file cannot move a token to another id."""
     wanted: dict[int, AddedToken] = {}
-    for text, token_id in _read_json(folder / "added_tokens.json").items():
-        if isinstance(token_id, int):
+    for text, token_id in files.json("added_tokens.json").items():
+        if isinstance(token_id, int) and text:
             wanted[token_id] = AddedToken(text, normalized=False, special=False)
     declared = settings.get("added_tokens_decoder")
     for key, entry in (declared if isinstance(declared, dict) else {}).items():
         if key.isdecimal() and isinstance(entry, dict) and (content := _content(entry)):
-            flags = {
-                name: entry.get(name) is True for name in ("lstrip", "rstrip", "normalized", "single_word", "special")
-            }
-            wanted[int(key)] = AddedToken(content, **flags)
+            wanted[int(key)] = AddedToken(content, **{flag: entry.get(flag) is True for flag in _FLAGS})
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     for token_id, token in sorted(wanted.items()):
         if token.content in known:
             continue
         current = backend.token_to_id(token.content)
         if current is None and token_id != backend.get_vocab_size(with_added_tokens=True):
-            _log.warning(
-                "The added token %r should have id %d, which the vocabulary cannot give it; it is left out.",
-                token.content,
-                token_id,
-            )
+            _log.warning("The added token %r cannot have its id %d; it is left out.", token.content, token_id)
             continue
+        known.add(token.content)
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
     for text in named.values():  # a named token is special even where no list says so
         if backend.token_to_id(text) is not None and text not in known:
-            backend.add_special_tokens([AddedToken(text, normalized=False, special=True)])
+            backend.add_special_tokens([bpe.special(text)])
 
 
 def _bos_and_eos(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
-    """Honour `add_bos_token` and `add_eos_token`; without either, the post-processor stays as it is."""
+    """Honour `add_bos_token` and `add_eos_token`. Without either, the tokenizer's own way stays."""
     wanted = {name: settings.get(f"add_{name}") for name in ("bos_token", "eos_token")}
-    if all(value is None for value in wanted.values()):
-        return
-    tokens = {}
-    for name, value in wanted.items():
-        token = named.get(name)
-        token_id = backend.token_to_id(token) if token else None
-        tokens[name] = (token, token_id) if value is True and token and token_id is not None else None
-    backend.post_processor = template_processor(tokens["bos_token"], tokens["eos_token"])
+    if any(value is not None for value in wanted.values()):
+        bos, eos = (named.get(name) if value is True else None for name, value in wanted.items())
+        bpe.surround(backend, bos, eos)
