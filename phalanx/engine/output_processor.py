@@ -135,11 +135,14 @@ class RequestAssembly:
     ) -> CompletionOutput:
         sampling, detokenizer = choice.request.sampling, choice.detokenizer
         before = choice.received
-        # The token that ended the answer counts, but its text shows only when asked for.
-        hide_last = output.finish_reason == "stop" and not sampling.include_stop_str_in_output and bool(tokens)
+        # The token that ended the answer counts, but its text shows only when asked for. A grammar may end an answer
+        # too, after a token like any other.
+        ended = output.finish_reason == "stop" and bool(tokens)
+        by_token = ended and (output.stop_token_id is not None or tokens[-1] in choice.request.eos_token_ids)
+        hide_last = by_token and not sampling.include_stop_str_in_output
         text = detokenizer.push(tokens[:-1] if hide_last else tokens)
-        reason, stop_reason = output.finish_reason, output.stop_token_id
-        stopped_by: int | str | None = stop_reason
+        reason = output.finish_reason
+        stopped_by: int | str | None = output.stop_token_id
         if detokenizer.stopped_by is not None:
             reason, stopped_by = "stop", detokenizer.stopped_by
             tokens = tokens[: max(0, detokenizer.tokens_used - before)]

@@ -116,6 +116,11 @@ def test_a_stop_token_shows_only_when_asked_for(include, text):
     assert (choice.text, choice.stop_reason, len(choice.token_ids)) == (text, stop, 3)
 
 
+def test_the_last_token_of_a_grammar_shows():
+    (choice,) = run(open_one(eos=(EOS,)), outputs("123", finish="stop")).outputs
+    assert (choice.text, choice.finish_reason) == ("123", "stop")
+
+
 def test_repeats_are_dropped_and_gaps_refused():
     assembly = open_one()
     assembly.push(EngineOutput("r#0", 0, [10, 11]))
