@@ -19,8 +19,6 @@ class EngineSnapshot:
     prefix_queries: int
     prefix_hits: int
     computed_tokens: int
-    heartbeat_age: float
-    """Seconds."""
 
     @property
     def kv_usage(self) -> float:

@@ -35,11 +35,6 @@ class EngineCollector(Collector):
             ("kv_cache_usage_perc", "Share of KV-cache blocks in use, 0 to 1.", snapshot.kv_usage),
             ("kv_cache_blocks", "KV-cache blocks there are.", snapshot.blocks),
             ("engine_epoch", "How often the workers were restarted.", snapshot.epoch),
-            (
-                "engine_heartbeat_age_seconds",
-                "Seconds since the engine's last step or idle tick.",
-                snapshot.heartbeat_age,
-            ),
         ):
             gauge = GaugeMetricFamily(PREFIX + metric, help, labels=["model_name"])
             gauge.add_metric([name], float(value))

@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineStatus
 from phalanx.errors import ModelNotFound
 from phalanx.metrics.engine_snapshot import EngineSnapshot
 from phalanx.metrics.serving import ServingMetrics
@@ -17,12 +16,6 @@ from phalanx.server.streaming import InFlight
 
 if TYPE_CHECKING:
     from phalanx.engine.async_engine import AsyncEngine
-
-STALE_S = 30.0
-"""A ready engine that has moved no token and made no idle tick for so long is not ready."""
-
-DEAD_S = 300.0
-"""…and for so long, not alive: a long prompt on a slow machine may take a minute in one step, a restart costs more."""
 
 
 class ServerState:
@@ -46,26 +39,20 @@ class ServerState:
         state = self.engine.status().state
         return "loading" if state == "ready" and self.engine.chat_template is None else state
 
-    def silent_for(self, status: EngineStatus) -> float:
-        """Seconds since the engine's last sign of life."""
-        return max(0.0, time.time() - status.heartbeat)
-
     def why_not_ready(self) -> str | None:
-        status = self.engine.status()
+        """None when a request would be answered now."""
         phase = self.phase()
-        if phase not in ("ready", "recovering"):
-            return phase if phase != "failed" or not status.cause else f"failed: {status.cause}"
-        silent = self.silent_for(status)
-        return f"no sign of life from the engine for {silent:.0f} s" if silent > STALE_S else None
+        return None if phase in ("ready", "recovering") else self._reason(phase)
 
     def why_not_alive(self) -> str | None:
-        status = self.engine.status()
-        if status.state == "failed" and not self.draining:
-            return f"failed: {status.cause}" if status.cause else "failed"
-        silent = self.silent_for(status)
-        if status.state == "ready" and silent > DEAD_S:
-            return f"no sign of life from the engine for {silent:.0f} s"
-        return None
+        """None unless only a restart can help. The engine's clients call it failed when it is gone, and when it shows
+        no sign of life for much longer than its slowest step took."""
+        phase = self.engine.status().state
+        return self._reason(phase) if phase == "failed" and not self.draining else None
+
+    def _reason(self, phase: str) -> str:
+        cause = self.engine.status().cause
+        return f"{phase}: {cause}" if cause else phase
 
     def snapshot(self) -> EngineSnapshot:
         status = self.engine.status()
@@ -82,7 +69,6 @@ class ServerState:
             prefix_queries=status.prefix_queries,
             prefix_hits=status.prefix_hits,
             computed_tokens=status.computed_tokens,
-            heartbeat_age=self.silent_for(status),
         )
 
     # Model
