@@ -16,8 +16,6 @@ TEXT_FILES = ("*.json", "*.model", "*.tiktoken", "*.jinja", "merges.txt", "vocab
 WEIGHT_FILES = ("*.safetensors",)
 IGNORED = ("*/*", "consolidated*.safetensors", "adapter_*.safetensors")
 
-_TIMEOUT_SECONDS = 10.0
-
 
 def fetch_snapshot(
     repo_id: str, revision: str | None, progress: DownloadProgress | None = None, *, weights: bool = True
@@ -27,7 +25,7 @@ def fetch_snapshot(
 
     Without network the cached snapshot is used. Raises CheckpointError, with the remedy, when there is none.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
     options: dict[str, Any] = {
@@ -37,7 +35,7 @@ def fetch_snapshot(
     }
     try:
         # snapshot_download asks this too, but without a time limit: a silent network would hang it.
-        info = HfApi().model_info(repo_id, revision=revision, timeout=_TIMEOUT_SECONDS)
+        info = HfApi().model_info(repo_id, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except HfHubHTTPError as error:
         raise _explained(repo_id, revision, error) from error
     except Exception as error:

@@ -140,8 +140,8 @@ def test_gpt2(config_of):
 
 def test_phi3_long_rope(config_of):
     factors = decoder_tensors(rope_factors_short__weight=np.full(6, 1.5), rope_factors_long__weight=np.full(6, 4.0))
-    config = config_of("phi3", factors, **{"rope.dimension_count": 12, "rope.scaling.original_context_length": 32,
-                                           "rope.scaling.attn_factor": 1.25, "attention.sliding_window": 0})  # fmt: skip
+    scaling = {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.25}
+    config = config_of("phi3", factors, **{"rope.dimension_count": 12, "attention.sliding_window": 0}, **scaling)
     assert config["rope_parameters"] == {
         "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75, "short_factor": [1.5] * 6,
         "long_factor": [4.0] * 6, "original_max_position_embeddings": 32, "attention_factor": 1.25,
@@ -210,7 +210,9 @@ def test_bad_rope_factors(config_of, bad):
 
 
 def test_what_is_not_supported(config_of):
-    with pytest.raises(UnsupportedModel, match="'mamba', which is not supported.*Supported GGUF architectures: gemma2"):
+    with pytest.raises(
+        UnsupportedModel, match=r"'mamba', which is not supported.*Supported GGUF architectures: gemma2"
+    ):
         config_of("mamba")
     with pytest.raises(UnsupportedModel, match="mixture-of-experts"):
         config_of("llama", **{"expert_count": 8})

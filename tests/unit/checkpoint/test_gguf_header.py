@@ -45,7 +45,10 @@ EVERY_KIND = {
 
 def library(path):
     reader = gguf.GGUFReader(path)
-    tensors = {t.name: (t.tensor_type.name, tuple(int(n) for n in t.shape)[::-1], int(t.data_offset), int(t.n_bytes)) for t in reader.tensors}  # fmt: skip
+    tensors = {
+        t.name: (t.tensor_type.name, tuple(t.shape.tolist())[::-1], int(t.data_offset), int(t.n_bytes))
+        for t in reader.tensors
+    }
     metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     return metadata, tensors
 

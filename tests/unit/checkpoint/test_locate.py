@@ -66,7 +66,7 @@ def test_shards_without_index(folder):
     with pytest.raises(CheckpointError, match="1 of the 2 files"):
         locate(str(folder))
     shards(folder, 1, of=3)
-    with pytest.raises(CheckpointError, match="several safetensors files and no model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match=r"several safetensors files and no model.*index"):
         locate(str(folder))
 
 
@@ -120,9 +120,10 @@ def test_tokenizer_folder(folder):
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["/no/such/model", "./none", "../none/x", "no/such/deep/path", "model.gguf", "a b", "x\\y", "-flag", "~none/x"]
-)  # fmt: skip
+NOWHERE = ["/no/such/model", "./none", "../none/x", "no/such/path", "model.gguf", "a b", "x\\y", "-flag", "~none/x"]
+
+
+@pytest.mark.parametrize("name", NOWHERE)
 def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"no file or folder|cannot be read") as caught:
@@ -143,7 +144,7 @@ def test_very_long_name():
 
 
 def test_a_revision_of_a_folder(folder):
-    with pytest.raises(CheckpointError, match="has none.*Leave out --revision"):
+    with pytest.raises(CheckpointError, match=r"has none.*Leave out --revision"):
         locate(str(folder), revision="main")
 
 
@@ -180,7 +181,7 @@ def test_incomplete_folders(folder, tmp_path):
 
 def test_files_that_are_no_model(folder):
     save_file({"a": torch.ones(1)}, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="one file of a model.*Name its folder"):
+    with pytest.raises(CheckpointError, match=r"one file of a model.*Name its folder"):
         locate(str(folder / "model.safetensors"))
     with pytest.raises(CheckpointError, match=r"neither a folder nor a \.gguf file"):
         locate(str(folder / "config.json"))
@@ -200,7 +201,7 @@ def test_types_that_cannot_be_read_are_named(folder, tmp_path):
         locate(str(folder)).tensors()
     tensors = decoder_tensors(blk__0__ffn_up__weight=random_blocks("IQ4_NL", (96, 64)))
     path = write_gguf(tmp_path / "m.gguf", decoder_metadata("llama"), tensors)
-    with pytest.raises(UnsupportedModel, match="type IQ4_NL.*Supported: BF16"):
+    with pytest.raises(UnsupportedModel, match=r"type IQ4_NL.*Supported: BF16"):
         locate(str(path))
 
 

@@ -30,7 +30,8 @@ def test_names_types_shapes_and_bytes(tmp_path):
     for name, tensor in TENSORS.items():
         info = infos[name]
         assert (info.dtype, info.shape, info.file) == (NAMES[name], tuple(tensor.shape), path)
-        assert raw[info.offset : info.offset + info.nbytes] == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()  # fmt: skip
+        stored = raw[info.offset : info.offset + info.nbytes]
+        assert stored == tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def test_several_files_are_one_checkpoint(tmp_path):
