@@ -9,7 +9,7 @@ mask of chunk times context exists. Windows that cut a context, and soft caps, t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -40,13 +40,32 @@ class DecodeBatch:
     masked: bool
     masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def hidden(self) -> torch.Tensor:
+        """bool [B, padded]: gathered keys that do not count."""
+        at = torch.arange(self.padded)
+        return (at >= self.lengths[:, None]) | (at < self.skipped[:, None])
+
+    @cached_property
+    def blanks(self) -> torch.Tensor:
+        """int64: places in [B · padded] of the hidden keys that are looked at. A mask makes their share zero, but zero
+        times what was never written, or was left by a broken request, need not be zero: they are blanked."""
+        return self.hidden[:, : self.used].nonzero() @ torch.tensor([self.padded, 1])
+
+    def gather(self, cache: torch.Tensor) -> torch.Tensor:
+        """The rows' keys or values: [blocks, block, kv heads, d] -> [B, kv heads, used, d]."""
+        rows = len(self.tokens)
+        gathered = cache.index_select(0, self.blocks).view(rows * self.padded, *cache.shape[2:])
+        if self.masked:
+            gathered.index_fill_(0, self.blanks, 0)
+        return gathered.view(rows, self.padded, *cache.shape[2:])[:, : self.used].transpose(1, 2)
+
     def mask(self, dtype: torch.dtype) -> torch.Tensor | None:
         """[B, 1, 1, used], 0 or -inf; None when every gathered key counts."""
         if not self.masked:
             return None
         if dtype not in self.masks:
-            at = torch.arange(self.used)
-            hidden = (at >= self.lengths[:, None]) | (at < self.skipped[:, None])
+            hidden = self.hidden[:, : self.used]
             self.masks[dtype] = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None, None]
         return self.masks[dtype]
 
@@ -181,9 +200,7 @@ class CpuAttention(SdpaAttention):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, kv_heads, dim = query.shape[0], shape.num_kv_heads, shape.head_dim
         queries = query.reshape(rows, kv_heads, groups.group, dim)
-        size = (rows, batch.padded, kv_heads, dim)
-        key = cache.key.index_select(0, batch.blocks).view(size)[:, : batch.used].transpose(1, 2)
-        value = cache.value.index_select(0, batch.blocks).view(size)[:, : batch.used].transpose(1, 2)
+        key, value = batch.gather(cache.key), batch.gather(cache.value)
         output, lse = _product(queries, key, value, batch.mask(query.dtype), shape, causal=False)
         return output.reshape(query.shape), lse.reshape(query.shape[:2])
 

@@ -7,7 +7,9 @@ backends are tested against it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
 
 from phalanx.attention.base import AttentionShape, LayerCache, StepLayout
@@ -25,8 +27,15 @@ class SdpaAttention:
     def allocate(
         self, shape: AttentionShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache:
+        """Zeros, on a CPU in memory that becomes resident only where it is written (torch.zeros would touch it all)."""
         size = (blocks, block_size, shape.num_kv_heads, shape.head_dim)
-        return LayerCache(torch.zeros(size, dtype=dtype, device=device), torch.zeros(size, dtype=dtype, device=device))
+
+        def zeros() -> torch.Tensor:
+            if device.type != "cpu":
+                return torch.zeros(size, dtype=dtype, device=device)
+            return torch.from_numpy(np.zeros(prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
+
+        return LayerCache(zeros(), zeros())
 
     def plan(self, layout: StepLayout) -> SdpaPlan:
         offsets = torch.arange(layout.block_size, device=layout.block_tables.device)

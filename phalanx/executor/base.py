@@ -67,7 +67,7 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
-        """Run one step. The future raises WorkerDied when a rank is lost."""
+        """Run one step. The future raises WorkerDied when a rank is lost; that of a dropped plan is cancelled."""
         ...
 
     def restart(self, epoch: int) -> CacheLayout:
