@@ -141,7 +141,8 @@ def from_folder(folder: Path, config: dict[str, Any] | None = None, eos_token_id
     found = _vocabulary(files, settings)
     named = found.special_tokens | named
     _complete_added_tokens(found.backend, files, settings, named)
-    _bos_and_eos(found.backend, settings, named)
+    if not files.has("tokenizer.json"):
+        _bos_and_eos(found.backend, settings, named)
     ends = [*found.eos_token_ids, *eos_token_ids] or eos_ids(config or {}, {})
     if "eos_token" not in named and ends and (token := found.backend.id_to_token(ends[0])):
         named["eos_token"] = token
@@ -175,6 +176,9 @@ class _Files:
 
     def __init__(self, folder: Path):
         self.folder = folder
+
+    def has(self, name: str) -> bool:
+        return inside(self.folder, name) is not None
 
     def read(self, name: str, limit: int = _MAX_FILE) -> bytes | None:
         """The whole file; None when there is none. Raises CheckpointError."""
@@ -285,7 +289,8 @@ def _complete_added_tokens(
 
 
 def _bos_and_eos(backend: tokenizers.Tokenizer, settings: dict[str, Any], named: dict[str, str]) -> None:
-    """Honour `add_bos_token` and `add_eos_token`. Without either, the tokenizer's own way stays."""
+    """Honour `add_bos_token` and `add_eos_token`, except with a tokenizer.json: that says itself what is added, and
+    transformers goes by it too."""
     wanted = {name: settings.get(f"add_{name}") for name in ("bos_token", "eos_token")}
     if any(value is not None for value in wanted.values()):
         bos, eos = (named.get(name) if value is True else None for name, value in wanted.items())

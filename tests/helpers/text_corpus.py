@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import itertools
 import random
 from pathlib import Path
 
@@ -102,7 +103,7 @@ def train_ranks(pattern: str, size: int) -> dict[bytes, int]:
     while len(ranks) < size:
         counts: dict[tuple[bytes, bytes], int] = {}
         for word, count in words.items():
-            for pair in zip(word, word[1:]):
+            for pair in itertools.pairwise(word):
                 counts[pair] = counts.get(pair, 0) + count
         pair = max(counts, key=lambda pair: (counts[pair], pair))
         merged = pair[0] + pair[1]
