@@ -196,6 +196,8 @@ class Chat:
         parser = Parser("chat", "", sections=())
         add_sampling_flags(parser, max_tokens="")
         flag = "--" + name.replace("_", "-")
+        if flag not in parser.format_help():
+            raise UserError(f"There is no sampling parameter '{name}'.", fix="For example: /set temperature 0.7")
         try:
             given = sampling_options(parser.parse([flag, value.strip()] if value else [flag]))
             self._check(given)
