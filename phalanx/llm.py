@@ -161,7 +161,7 @@ class LLM:
         owners = {child.request_id: job for job in jobs for child in job.children}
         open_ids = set(owners)
         try:
-            while open_ids:
+            while open_ids or self._engine.has_work:  # an aborted request still has a last output
                 self._feed(waiting)
                 for output in self._engine.step():
                     job = owners[output.request_id]
@@ -256,7 +256,7 @@ def _unpack(prompt: Prompt) -> tuple[str | list[int], dict[str, Any]]:
     if isinstance(prompt, str):
         return prompt, {}
     if not isinstance(prompt, Mapping):
-        return list(prompt), {}
+        return list(prompt) if isinstance(prompt, tuple) else prompt, {}  # type: ignore[return-value]
     fields = dict(prompt)
     options: dict[str, Any] = {n: fields.pop(n) for n in ("cache_salt", "priority") if n in fields}
     if set(fields) == {"prompt"} or set(fields) == {"prompt_token_ids"}:
