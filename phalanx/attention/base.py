@@ -31,7 +31,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The rows of one step, packed along one axis of T tokens. Row i owns tokens query_start[i] to query_start[i + 1]."""
+    """The rows of one step, packed along one axis of T tokens; row i owns query_start[i] to query_start[i + 1]."""
 
     query_start: list[int]
     """rows + 1 entries."""
@@ -49,7 +49,7 @@ class StepLayout:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's KV cache: two tensors [blocks, block_size, kv heads, head_dim] (a backend may choose another order)."""
+    """One layer's KV cache: two tensors [blocks, block_size, kv heads, head_dim], or in the backend's own order."""
 
     key: torch.Tensor
     value: torch.Tensor

@@ -36,7 +36,7 @@ class Choice:
 def choose(device: str, name: str | None = None) -> Choice:
     """The backend for a device ("cpu", "cuda"), or the one called `name`. Raises ConfigError for one that cannot be."""
     for entry in _ENTRIES:
-        fits = not entry.devices or device in entry.devices
+        fits = not entry.devices or device.partition(":")[0] in entry.devices
         if (name is None and fits) or name == entry.name:
             if not fits:
                 raise ConfigError(f"The attention backend '{name}' does not run on {device}.", fix="Leave it out.")

@@ -120,8 +120,8 @@ class Rule:
 
 
 def rule(sources: str | Sequence[str], targets: str | Sequence[str], *operations: Operation) -> Rule:
-    as_tuple = lambda names: (names,) if isinstance(names, str) else tuple(names)  # noqa: E731
-    return Rule(as_tuple(sources), as_tuple(targets), operations)
+    sources, targets = ((names,) if isinstance(names, str) else tuple(names) for names in (sources, targets))
+    return Rule(sources, targets, operations)
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,8 @@ class WeightTable:
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = ()
     """Tensors that carry nothing a model needs (buffers that are computed); `*` stands for anything."""
+    copies: tuple[Rule, ...] = ()
+    """Tensors that may be there as copies of a weight that another rule fills. The loader compares them."""
     prefixes: tuple[str, ...] = ()
     """A tensor's name may start with one of these; longest first."""
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -213,6 +215,7 @@ def bind(table: WeightTable, tensors: Mapping[str, TensorInfo], weights: Mapping
                 table, rule.operations, [names[s] for s in sources], [_fill(t, values) for t in rule.targets],
                 weights, binding,
             )  # fmt: skip
+    used.update(copy.sources[0] for copy in table.copies)
     ignored = [_glob(p) for p in table.ignored]
     unused = sorted(n for n in names if n not in used and not any(p.fullmatch(n) for p in ignored))
     if unused:
@@ -226,6 +229,16 @@ def bind(table: WeightTable, tensors: Mapping[str, TensorInfo], weights: Mapping
             f"{len(unfilled)} weight(s) of the model are not in the checkpoint: {_some(unfilled)}.",
             fix="Check that all weight files are there and that config.json belongs to them.",
         )
+    return binding
+
+
+def bind_copies(table: WeightTable, tensors: Mapping[str, TensorInfo], weights: Mapping[str, Weight]) -> Binding:
+    """Copies of weights that the checkpoint also has, as `bind` would read them. Raises CheckpointError."""
+    names = _strip(table, tensors)
+    binding: Binding = {}
+    for copy in table.copies:
+        if copy.sources[0] in names:
+            _bind_one(table, copy.operations, [names[copy.sources[0]]], copy.targets, weights, binding)
     return binding
 
 

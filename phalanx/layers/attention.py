@@ -19,7 +19,7 @@ from phalanx.layers.rotary import Turn
 
 
 class Attention(nn.Module):
-    """[T, hidden] -> [T, hidden]; writes the step's keys and values into `cache`."""
+    """[T, hidden] -> the same; writes the step's keys and values into `cache`."""
 
     def __init__(
         self, name: str, hidden: int, shape: AttentionShape, heads: Partition, kv_heads: Partition,
@@ -47,10 +47,10 @@ class Attention(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         """`turn` rotates query and key; `query_factor` [T, 1, 1] multiplies queries."""
         tokens, heads, kv_heads = x.shape[0], self.shape.num_heads, self.shape.num_kv_heads
-        qkv = self.qkv(x).view(tokens, heads + 2 * kv_heads, self.shape.head_dim)
+        qkv = self.qkv.forward(x).view(tokens, heads + 2 * kv_heads, self.shape.head_dim)
         value = qkv[:, heads + kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(qkv[:, :heads]), self.k_norm(qkv[:, heads : heads + kv_heads])
+            query, key = self.q_norm.forward(qkv[:, :heads]), self.k_norm.forward(qkv[:, heads : heads + kv_heads])
             if turn is not None:
                 query, key = turn(query), turn(key)
         else:
@@ -62,4 +62,4 @@ class Attention(nn.Module):
             query = query * query_factor
         self.backend.write(cache, key, value, layout)
         attended, _ = self.backend.attend(query, cache, layout, plan, self.shape)
-        return self.out(attended.reshape(tokens, heads * self.shape.head_dim))
+        return self.out.forward(attended.reshape(tokens, heads * self.shape.head_dim))

@@ -34,8 +34,8 @@ class GatedFeedForward(nn.Module):
         self.down = RowLinear(f"{name}.down", inner, hidden, bias, context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.gate_up(x)
-        return self.down(activate(self.activation, both[:, : self.width]).mul_(both[:, self.width :]))
+        both = self.gate_up.forward(x)
+        return self.down.forward(activate(self.activation, both[:, : self.width]).mul_(both[:, self.width :]))
 
 
 class FeedForward(nn.Module):
@@ -48,4 +48,4 @@ class FeedForward(nn.Module):
         self.down = RowLinear(f"{name}.down", inner, hidden, bias, context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(activate(self.activation, self.up(x)))
+        return self.down.forward(activate(self.activation, self.up.forward(x)))

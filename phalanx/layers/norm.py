@@ -18,7 +18,8 @@ class Norm(nn.Module):
     """
 
     def __init__(
-        self, name: str, size: int, kind: str, eps: float, *, affine: bool, wide: bool, dtype: torch.dtype, device: torch.device
+        self, name: str, size: int, kind: str, eps: float, *, affine: bool, wide: bool, dtype: torch.dtype,
+        device: torch.device,
     ):  # fmt: skip
         super().__init__()
         self.name = name

@@ -21,6 +21,9 @@ class WeightSlot:
 
 
 class Loadable(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
     def slots(self) -> Iterator[WeightSlot]: ...
 
     def finish(self) -> None:

@@ -7,16 +7,16 @@ with anything left over, missing or misshapen is refused before a byte is read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 
 from phalanx.attention.base import AttentionBackend
 from phalanx.checkpoint.locate import Checkpoint
-from phalanx.checkpoint.rules import Binding, bind
+from phalanx.checkpoint.rules import Binding, Piece, bind, bind_copies
 from phalanx.checkpoint.tensor_info import BLOCK_TYPES
 from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
+from phalanx.errors import CheckpointError
 from phalanx.layers.weights import WeightSlot
 from phalanx.loading.dummy import fill_dummy
 from phalanx.loading.tensors import TensorReader
@@ -32,7 +32,7 @@ Progress = Callable[[float], None]
 
 def load_decoder(
     checkpoint: Checkpoint | None, spec: DecoderSpec, *, mesh: Mesh, rank: int, groups: Groups, dtype: torch.dtype,
-    device: torch.device, backend: AttentionBackend, load_format: Literal["auto", "dummy"] = "auto",
+    device: torch.device, backend: AttentionBackend, load_format: str = "auto",
     progress: Progress | None = None, scheme: Scheme | None = None, split: Split | None = None,
 ) -> Decoder:  # fmt: skip
     """The decoder of `rank`, filled. `load_format` "dummy" fills random numbers and needs no checkpoint.
@@ -45,11 +45,30 @@ def load_decoder(
         return decoder
     if checkpoint is None:
         raise ValueError("a checkpoint is needed")
-    binding = bind(weight_table(spec, checkpoint.format), checkpoint.tensors(), spec.tensors)
+    table, tensors = weight_table(spec, checkpoint.format), checkpoint.tensors()
+    binding = bind(table, tensors, spec.tensors)
+    copies = bind_copies(table, tensors, spec.tensors)
     decoder = Decoder(spec, mesh, rank, groups, dtype, device, backend, scheme=scheme, split=split)
     with TensorReader() as reader:
+        for name, pieces in copies.items():
+            _check_copy(pieces[0], binding[name], reader)
         _fill_all(decoder, lambda slot: _fill(slot, binding, reader), progress)
     return decoder
+
+
+def _check_copy(copy: Piece, pieces: tuple[Piece, ...], reader: TensorReader) -> None:
+    """Some rows at both ends and in the middle: training an untied head changes all of them."""
+    for piece in pieces:
+        middle = piece.length // 2
+        for start in {0, middle, max(piece.length - 8, 0)}:
+            stop = min(start + 8, piece.length)
+            own = piece.take(reader.read(piece.info, piece.rows(start, stop)), start, stop)
+            other = copy.take(reader.read(copy.info, copy.rows(start, stop)), start, stop)
+            if not torch.equal(own.float(), other.float()):
+                raise CheckpointError(
+                    f"The config says that '{copy.info.name}' is '{piece.info.name}', but the checkpoint's differ.",
+                    fix="Set `tie_word_embeddings` to false in the config.",
+                )
 
 
 def _fill_all(decoder: Decoder, fill: Callable[[WeightSlot], None], progress: Progress | None) -> None:

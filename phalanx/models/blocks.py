@@ -101,7 +101,7 @@ class Block(nn.Module):
         spec = self.spec.attention
         turn = None if spec.rope is None else step.turns[spec.rope]
         factor = None if spec.log_positions is None else step.query_factors[spec.log_positions]
-        return self.attention(x, cache, step.layout, step.plan, turn, factor)
+        return self.attention.forward(x, cache, step.layout, step.plan, turn, factor)
 
     def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         """May change `x` in place."""
@@ -122,13 +122,13 @@ class PreNormBlock(Block):
         )
 
     def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        attended = self.attend(self.attention_norm(x), cache, step)
+        attended = self.attend(self.attention_norm.forward(x), cache, step)
         if self.attention_post_norm is not None:
-            attended = self.attention_post_norm(attended)
+            attended = self.attention_post_norm.forward(attended)
         x += attended
-        fed = self.mlp(self.mlp_norm(x))
+        fed = self.mlp.forward(self.mlp_norm.forward(x))
         if self.mlp_post_norm is not None:
-            fed = self.mlp_post_norm(fed)
+            fed = self.mlp_post_norm.forward(fed)
         x += fed
         return x
 
@@ -137,8 +137,8 @@ class PostNormBlock(Block):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
     def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        x = self.attention_norm(x + self.attend(x, cache, step))
-        return self.mlp_norm(x + self.mlp(x))
+        x = self.attention_norm.forward(x + self.attend(x, cache, step))
+        return self.mlp_norm.forward(x + self.mlp.forward(x))
 
 
 def make_block(name: str, spec: LayerSpec, context: BlockContext) -> Block:

@@ -2,6 +2,8 @@
 
 A rank holds the layers of its pipeline stage (the first stage also the token table, the last the head) and its share
 of their heads, inner width and vocabulary. With a mesh of one everything is whole. Knows no family and no checkpoint.
+
+Layers call each other's `forward`, not the module: nothing hooks them, and a step makes hundreds of such calls.
 """
 
 from __future__ import annotations
@@ -46,16 +48,12 @@ class Decoder(nn.Module):
         linear = LinearContext(self.place.tp, groups.tp, scheme or choose_scheme(None, dtype, device), dtype, device)
         context = BlockContext(spec.hidden_size, self.split, backend, linear)
         self._build_outer(linear)
-        self.layers = nn.ModuleList(
-            make_block(f"layers.{i}", spec.layers[i], context) for i in range(*self.layer_range)
-        )
-        ropes = {block.spec.attention.rope for block in self.layers if block.spec.attention.rope is not None}
+        self.blocks = [make_block(f"layers.{i}", spec.layers[i], context) for i in range(*self.layer_range)]
+        self.layers = nn.ModuleList(self.blocks)
+        attentions = [block.spec.attention for block in self.blocks]
+        ropes = {attention.rope for attention in attentions if attention.rope is not None}
         self._rotaries = {rope: make_rotary(rope, spec.prompt_classes, dtype, device) for rope in ropes}
-        self._log_positions = {
-            block.spec.attention.log_positions
-            for block in self.layers
-            if block.spec.attention.log_positions is not None
-        }
+        self._log_positions = {a.log_positions for a in attentions if a.log_positions is not None}
         scale = spec.embedding.scale
         # The factor is rounded to the weights' type first, as the models that have one were trained.
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(dtype).item()
@@ -105,12 +103,12 @@ class Decoder(nn.Module):
         """One cache per layer of this stage."""
         return [
             self.backend.allocate(block.attention.shape, blocks, block_size, dtype or self.dtype, self.device)
-            for block in self.layers
+            for block in self.blocks
         ]
 
     def cache_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Keys and values of this rank's layers and heads for one token."""
-        numbers = sum(2 * b.attention.shape.num_kv_heads * b.attention.shape.head_dim for b in self.layers)
+        numbers = sum(2 * b.attention.shape.num_kv_heads * b.attention.shape.head_dim for b in self.blocks)
         return numbers * (dtype or self.dtype).itemsize
 
     def forward(
@@ -124,8 +122,8 @@ class Decoder(nn.Module):
         """
         x = self._embed(token_ids, positions) if hidden is None else hidden.clone()
         step = self._prepare(positions, layout)
-        for block, cache in zip(self.layers, caches, strict=True):
-            x = block(x, cache, step)
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block.forward(x, cache, step)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -133,9 +131,9 @@ class Decoder(nn.Module):
         if self.head is None:
             raise ValueError("only the last pipeline stage has an output head")
         if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
+            hidden = self.final_norm.forward(hidden)
         if self.project_out is not None:
-            hidden = self.project_out(hidden)
+            hidden = self.project_out.forward(hidden)
         logits = self.head.logits(hidden)
         cap = self.spec.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -147,9 +145,9 @@ class Decoder(nn.Module):
         if self._embedding_scale is not None:
             x *= self._embedding_scale
         if self.project_in is not None:
-            x = self.project_in(x)
+            x = self.project_in.forward(x)
         if self.positions is not None:
-            x += self.positions(positions)
+            x += self.positions.forward(positions)
         return x
 
     def _prepare(self, positions: torch.Tensor, layout: StepLayout) -> Step:

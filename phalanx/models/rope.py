@@ -11,7 +11,6 @@ import torch
 
 from phalanx.layers.rotary import Rotary
 from phalanx.models.spec import (
-    DivisorScaling,
     DynamicPowerScaling,
     DynamicScaling,
     LinearScaling,
@@ -57,8 +56,6 @@ def frequencies(rope: RopeSpec, prompt_length: int) -> tuple[torch.Tensor, float
         case LongRopeScaling(trained=trained):
             divisors = scaling.long if prompt_length > trained else scaling.short
             return 1.0 / (torch.tensor(divisors) * rope.theta**exponents), scaling.attention_factor
-        case DivisorScaling(divisors=divisors):
-            return plain / torch.tensor(divisors), 1.0
 
 
 def _class_length(prompt_length: int, trained: int) -> int:

@@ -16,6 +16,7 @@ from typing import Literal
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+CheckpointType = Literal["float32", "bfloat16", "float16", "quantized"]
 
 
 @dataclass(frozen=True)
@@ -80,22 +81,7 @@ class LongRopeScaling:
     attention_factor: float
 
 
-@dataclass(frozen=True)
-class DivisorScaling:
-    """One divisor per frequency, as GGUF files carry them in the tensor `rope_freqs.weight`."""
-
-    divisors: tuple[float, ...]
-
-
-RopeScaling = (
-    LinearScaling
-    | DynamicScaling
-    | DynamicPowerScaling
-    | Llama3Scaling
-    | YarnScaling
-    | LongRopeScaling
-    | DivisorScaling
-)
+RopeScaling = LinearScaling | DynamicScaling | DynamicPowerScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 
 @dataclass(frozen=True)
@@ -110,8 +96,8 @@ class RopeSpec:
     def prompt_classes(self, max_positions: int) -> tuple[int, ...]:
         """Prompt lengths above which the frequencies change: prompts on two sides of one have different keys."""
         match self.scaling:
-            case LongRopeScaling(trained=trained):
-                return (trained,) if trained < max_positions else ()
+            case LongRopeScaling(short=short, long=long, trained=trained):
+                return (trained,) if trained < max_positions and short != long else ()
             case DynamicScaling(trained=trained) | DynamicPowerScaling(trained=trained):
                 limits = []
                 while trained < max_positions:
@@ -218,7 +204,7 @@ class DecoderSpec:
     embedding: EmbeddingSpec
     final_norm: NormSpec | None
     max_positions: int
-    checkpoint_dtype: Literal["float32", "bfloat16", "float16", "quantized"]
+    checkpoint_dtype: CheckpointType
     tie_embeddings: bool = False
     """The output head is the embedding table."""
     head_bias: bool = False

@@ -97,6 +97,5 @@ def choose_scheme(name: str | None, dtype: torch.dtype, device: torch.device) ->
 
 
 def _packs_bfloat16() -> bool:
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    has_mkldnn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

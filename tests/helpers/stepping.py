@@ -1,4 +1,4 @@
-"""A small driver of a decoder: one request or several through the paged cache, in chunks of any size, without engine."""
+"""A small driver of a decoder: requests through the paged cache, in chunks of any size, without an engine."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from phalanx.errors import CheckpointError, UnsupportedModel
-from phalanx.models.spec import Activation
+from phalanx.models.spec import Activation, CheckpointType
 
 # Above any model that exists; a hostile config cannot make us build millions of records.
 _LIMITS = {"num_hidden_layers": 2048, "n_layer": 2048}
@@ -99,7 +99,7 @@ class Fields:
             )
         return _ACTIVATIONS[name]
 
-    def dtype(self) -> Literal["float32", "bfloat16", "float16", "quantized"]:
+    def dtype(self) -> CheckpointType:
         name = self.values.get("dtype") or self.values.get("torch_dtype") or "float32"
         match str(name).removeprefix("torch."):
             case "float32":

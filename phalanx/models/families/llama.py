@@ -41,7 +41,8 @@ def llama_like(
     layers = tuple(
         PreNormLayer(
             AttentionSpec(
-                heads, kv_heads, head_dim, head_dim**-0.5, rope, window, None, qkv_bias, out_bias, norm if qk_norm else None
+                heads, kv_heads, head_dim, head_dim**-0.5, rope, window, None, qkv_bias, out_bias,
+                norm if qk_norm else None,
             ),
             mlp, norm, norm,
         )
@@ -71,13 +72,13 @@ def finished(
     spec: DecoderSpec, rules: list[Rule], head: str, *, prefixes: tuple[str, ...] = (), ignored: tuple[str, ...] = (),
     keys: Mapping[str, str] | None = None,
 ) -> WeightTable:  # fmt: skip
-    """The table with its output head: a rule when it has its own, ignored when it is a copy of a tied table."""
-    ignored += BUFFERS
+    """The table with its output head: a rule when it has its own, perhaps a copy when the embedding is tied."""
+    copies: tuple[Rule, ...] = ()
     if spec.tie_embeddings:
-        ignored += (head,)
+        copies = (rule(head, "embedding.weight"),)
     else:
         rules = [*rules, rule(head, "head.weight")]
-    return WeightTable(tuple(rules), ignored, prefixes, keys or {})
+    return WeightTable(tuple(rules), ignored + BUFFERS, copies, prefixes, keys or {})
 
 
 def _targets(names: str | tuple[str, ...]) -> list[str]:

@@ -14,7 +14,6 @@ import math
 from phalanx.errors import CheckpointError, UnsupportedModel
 from phalanx.models.families.fields import Fields
 from phalanx.models.spec import (
-    DivisorScaling,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -33,9 +32,7 @@ def read_rope(
     if parameters is not None and layer_type is not None and parameters.section(layer_type) is not None:
         parameters = parameters.section(layer_type)
     scaling = fields.section("rope_scaling") if parameters is None and scaled else parameters
-    base = (parameters or fields).number(
-        "rope_theta", theta if parameters is None else fields.number("rope_theta", theta)
-    )
+    base = (parameters or fields).number("rope_theta", fields.number("rope_theta", theta))
     share = (parameters or Fields({})).number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     dim = int(head_dim * share)
     if dim % 2 or not 0 < dim <= head_dim:
@@ -65,8 +62,6 @@ def _scaling(fields: Fields, scaling: Fields, dim: int) -> RopeScaling | None:
             return _yarn(fields, scaling)
         case "longrope" | "su":
             return _longrope(fields, scaling, dim)
-        case "divisors":
-            return DivisorScaling(scaling.numbers("divisors", dim // 2))
     raise UnsupportedModel(
         f"The rotary scaling '{kind[:60]}' is not supported.",
         fix="Supported are default, linear, dynamic, llama3, yarn and longrope.",
