@@ -152,7 +152,7 @@ def test_types_are_those_that_the_checkpoint_layer_lets_through():
 
 
 MEMORY = """
-import resource, sys, psutil, torch
+import sys, torch
 from pathlib import Path
 from phalanx.checkpoint.gguf_header import read_gguf
 from phalanx.checkpoint.safetensors_header import read_headers
@@ -161,10 +161,14 @@ torch.set_num_threads(1)
 path = Path(sys.argv[1])
 info = (read_gguf(path).tensors if path.suffix == ".gguf" else read_headers([path]))["x"]
 rows = (int(sys.argv[2]), int(sys.argv[3])) if len(sys.argv) > 2 else None
-before = psutil.Process().memory_info().rss
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("VmHWM:")[1].split()[0])
+Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+before = peak()
 with TensorReader() as reader:
     x = reader.read(info, rows=rows, dtype=torch.bfloat16)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
+print(peak() - before)
 """
 
 
