@@ -99,6 +99,8 @@ class AsyncEngine:
         except BaseException:
             await self.close()
             raise
+        if self._state == "closed":
+            raise EngineDead("The engine was closed while it was starting.")
         self._inputs = InputProcessor(
             self.config,
             self.tokenizer,
@@ -107,7 +109,6 @@ class AsyncEngine:
             validate_grammar=self._validate_grammar,
         )
         self._outputs = OutputProcessor(self.tokenizer)
-        self._template = await self._in_thread(self._load_template)
         self._state = "ready"
         return self.info
 
@@ -132,7 +133,7 @@ class AsyncEngine:
         replica.configure(*for_engine(self.config, checkpoint))
         started = asyncio.ensure_future(self._client.start())
         try:
-            self.tokenizer = await self._in_thread(self._load_tokenizer)
+            await self._in_thread(self._load_text)
         except BaseException:
             started.cancel()
             await asyncio.gather(started, return_exceptions=True)
@@ -143,7 +144,7 @@ class AsyncEngine:
         client = self._client
         if client is None:
             raise ConfigError("There is no engine to start.")
-        self.tokenizer = await self._in_thread(self._load_tokenizer)
+        await self._in_thread(self._load_text)
         info = await client.start()
         if self.config.model.max_model_len is None:
             self.config = replace_model(self.config, max_model_len=info.max_model_len)
@@ -157,21 +158,20 @@ class AsyncEngine:
         checkpoint = self.checkpoint or locate(model.model, revision=model.revision, progress=report)
         return checkpoint, resolved(self.config, checkpoint)
 
-    def _load_tokenizer(self) -> Tokenizer:
-        if self._given_tokenizer is not None:
-            return self._given_tokenizer
-        if self.checkpoint is None:
-            raise ConfigError("An engine client needs a tokenizer beside it.", fix="Give AsyncEngine a tokenizer.")
+    def _load_text(self) -> None:
+        """Tokenizer and chat template. Raises UserError."""
+        from phalanx.text.chat_template import ChatTemplate, load_source
         from phalanx.text.tokenizer import load_tokenizer
 
         model = self.config.model
-        return load_tokenizer(self.checkpoint, model.tokenizer, model.revision)
-
-    def _load_template(self) -> ChatTemplate:
-        from phalanx.text.chat_template import ChatTemplate, load_source
-
-        source = load_source(self.config.model.chat_template, self.tokenizer.chat_template)
-        return ChatTemplate(source, self.tokenizer.special_tokens)
+        if self._given_tokenizer is not None:
+            self.tokenizer = self._given_tokenizer
+        elif self.checkpoint is not None:
+            self.tokenizer = load_tokenizer(self.checkpoint, model.tokenizer, model.revision)
+        else:
+            raise ConfigError("An engine client needs a tokenizer beside it.", fix="Give AsyncEngine a tokenizer.")
+        source = load_source(model.chat_template, self.tokenizer.chat_template)
+        self._template = ChatTemplate(source, self.tokenizer.special_tokens)
 
     @property
     def chat_template(self) -> ChatTemplate | None:
