@@ -257,21 +257,19 @@ async def test_two_thousand_requests_at_once():
 
 async def test_long_texts_do_not_stop_the_event_loop():
     engine = await start(EchoEngine(max_model_len=10**6), max_model_len=10**6)
-    worst, done = 0.0, False
+    ticks = 0
 
     async def tick():
-        nonlocal worst
-        while not done:
-            begin = time.perf_counter()
+        nonlocal ticks
+        while True:
             await asyncio.sleep(0.001)
-            worst = max(worst, time.perf_counter() - begin)
+            ticks += 1
 
     ticking = asyncio.create_task(tick())
     stream = await engine.submit("hello world é " * 40_000, params(max_tokens=1))
+    ticking.cancel()
     await stream.aclose()
-    done = True
-    await ticking
-    assert worst < 0.2
+    assert ticks > 10  # tokenising takes a quarter of a second; on the loop there would be none
     assert len(stream.prompt_token_ids) > 100_000
     await engine.close()
 
