@@ -1,0 +1,40 @@
+"""How a wait is broken from outside: one `Abort` a rank and epoch, which every transport of that rank watches."""
+
+from __future__ import annotations
+
+import os
+
+from phalanx.errors import PhalanxError
+
+
+class GroupBroken(PhalanxError):
+    """An exchange cannot be finished: it was aborted, a peer is gone, or the ranks disagree about what it is."""
+
+
+class Abort:
+    """Set once, from any thread; every wait that was given it then raises `GroupBroken` with the reason.
+
+    `fileno` is an eventfd that becomes readable when it is set, so that blocking waits can poll it.
+    """
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.reason: str | None = None
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def set(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def check(self) -> None:
+        if self.reason is not None:
+            raise GroupBroken(f"The exchange was aborted: {self.reason}.")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
