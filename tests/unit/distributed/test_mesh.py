@@ -1,0 +1,64 @@
+"""The layout of ranks: coordinates and groups."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.distributed.mesh import AXES, Mesh
+
+sizes = st.integers(1, 3)
+meshes = st.builds(Mesh, dp=sizes, pp=sizes, cp=sizes, tp=sizes)
+
+
+@given(meshes)
+@settings(max_examples=30, deadline=None)
+def test_ranks_and_places_are_one_to_one(mesh: Mesh) -> None:
+    places = [mesh.place(rank) for rank in range(mesh.world_size)]
+    assert len(set(places)) == mesh.world_size
+    assert [mesh.rank(place) for place in places] == list(range(mesh.world_size))
+
+
+@given(meshes)
+@settings(max_examples=30, deadline=None)
+def test_groups(mesh: Mesh) -> None:
+    """Groups of one kind cut the world into disjoint sets; groups of different kinds meet in one rank at most."""
+    for axis in AXES:
+        groups = mesh.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+        assert all(len(group) == getattr(mesh, axis) for group in groups)
+        for rank in range(mesh.world_size):
+            assert mesh.group(axis, rank)[getattr(mesh.place(rank), axis)] == rank
+    for first, second in product(AXES, AXES):
+        if first < second:
+            for rank in range(mesh.world_size):
+                assert set(mesh.group(first, rank)) & set(mesh.group(second, rank)) == {rank}
+            assert all(len(set(a) & set(b)) <= 1 for a in mesh.groups(first) for b in mesh.groups(second))
+
+
+@given(meshes)
+@settings(max_examples=30, deadline=None)
+def test_expert_groups_are_whole_stages(mesh: Mesh) -> None:
+    for rank in range(mesh.world_size):
+        group = mesh.expert_group(rank)
+        assert rank in group and len(group) == mesh.world_size // mesh.pp
+        assert {mesh.place(r).pp for r in group} == {mesh.place(rank).pp}
+
+
+def test_rank_order() -> None:
+    """Tensor ranks are neighbours, then context, then stages, then replicas."""
+    mesh = Mesh(dp=2, pp=3, cp=2, tp=4)
+    assert mesh.group("tp", 5) == (4, 5, 6, 7)
+    assert mesh.group("cp", 1) == (1, 5)
+    assert mesh.group("pp", 0) == (0, 8, 16)
+    assert mesh.group("dp", 3) == (3, 27)
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="axis tp"):
+        Mesh(tp=0)
+    with pytest.raises(ValueError, match="rank 4"):
+        Mesh(tp=4).place(4)
