@@ -11,8 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from phalanx.sampling.order import sort_keys, top
+from phalanx.sampling.order import first_candidates
 from phalanx.step import TokenLogprobs
+
+_SPARE = 16
+"""Candidates looked at beyond those asked for: the chosen token is mostly one of them, and its rank known."""
 
 
 def token_logprobs(
@@ -23,15 +26,28 @@ def token_logprobs(
     vocab = logits.shape[-1]
     chosen = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
     logprobs = logits.log_softmax(-1)
-    own = logits.gather(-1, chosen)
-    ids = torch.arange(vocab, device=logits.device)
-    rank = (logits > own).sum(-1) + ((logits == own) & (ids < chosen)).sum(-1) + 1
     most = min(int(num_top.max(initial=0)), vocab)
-    best = top(sort_keys(logits), most) if most > 0 else chosen[:, :0]
+    best, ranks = _best(logits, most, chosen)
     best_logprobs = logprobs.gather(-1, best).cpu().numpy().astype("<f4")
     best_ids = best.cpu().numpy().astype("<i4")
-    own_logprobs = logprobs.gather(-1, chosen)[:, 0].tolist()
+    own = logprobs.gather(-1, chosen)[:, 0].tolist()
     return [
-        TokenLogprobs(own_logprobs[i], r, best_ids[i, :n].tobytes(), best_logprobs[i, :n].tobytes())
-        for i, (r, n) in enumerate(zip(rank.tolist(), num_top.clip(0, most).tolist(), strict=True))
+        TokenLogprobs(own[i], rank, best_ids[i, :n].tobytes(), best_logprobs[i, :n].tobytes())
+        for i, (rank, n) in enumerate(zip(ranks, num_top.clip(0, most).tolist(), strict=True))
     ]
+
+
+def _best(logits: torch.Tensor, most: int, chosen: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """The first `most` token ids [R, most] of each row, and the rank of `chosen` [R, 1]."""
+    vocab = logits.shape[-1]
+    ids = first_candidates(logits, min(most + _SPARE, vocab))
+    place = (ids == chosen).cpu().numpy()
+    ranks = place.argmax(1)
+    far = np.flatnonzero(~place.any(1))
+    if len(far):
+        at = torch.from_numpy(far).to(logits.device)
+        few, token = logits[at], chosen[at]
+        own = few.gather(-1, token)
+        before = (few > own) | ((few == own) & (torch.arange(vocab, device=few.device) < token))
+        ranks[far] = before.sum(-1).cpu().numpy()
+    return ids[:, :most], (ranks + 1).tolist()

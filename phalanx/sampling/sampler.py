@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from phalanx.sampling.constraints import apply_constraints, apply_masks
 from phalanx.sampling.logprobs import token_logprobs
-from phalanx.sampling.order import sort_keys, top
+from phalanx.sampling.order import first_candidates
 from phalanx.sampling.parameters import GREEDY_BELOW, SamplingTable
 from phalanx.sampling.penalties import apply_penalties
 from phalanx.sampling.random import uniform
@@ -86,7 +86,8 @@ def sample(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> 
     step = max(1, _CHUNK_ELEMENTS // vocab)
     for at in range(0, len(drawn), step):
         part = drawn[at : at + step]
-        tokens[part] = _draw(logits[torch.from_numpy(part).to(logits.device)], table, batch, part)
+        few = logits if len(part) == rows else logits[torch.from_numpy(part).to(logits.device)]
+        tokens[part] = _draw(few, table, batch, part)
     logprobs: dict[int, TokenLogprobs] = {}
     if raw is not None:
         kept = np.flatnonzero(usable[asked])
@@ -149,23 +150,20 @@ def _draw(
     )
     temperature = torch.from_numpy(table.temperature[slots]).to(logits.device, torch.float32)
     # Relative to the largest, so that a tiny temperature gives minus infinity and not infinity minus infinity.
-    scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
+    scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
     # log_softmax works row by row (a plain sum may be cut up differently for one row than for many); the best
     # candidate's is minus the log of the sum.
-    log_sum = -scaled.log_softmax(-1).amax(-1)
-    keys = sort_keys(logits)
+    log_sum = (-scaled.log_softmax(-1).amax(-1)).cpu().numpy().astype(np.float64)
     tokens = np.full(len(rows), -1, np.int64)
     waiting = np.arange(len(rows))
     for count in (*(c for c in _CANDIDATES if c < vocab), vocab):
-        at = torch.from_numpy(waiting).to(logits.device)
-        ids = top(keys[at], count)
-        values = scaled[at].gather(-1, ids)
-        picked = _pick(
-            values.cpu().numpy().astype(np.float64),
-            log_sum[at].cpu().numpy().astype(np.float64),
-            limits[waiting],
-            whole=count == vocab,
-        )
+        few, few_scaled = logits, scaled
+        if len(waiting) < len(rows):
+            at = torch.from_numpy(waiting).to(logits.device)
+            few, few_scaled = logits[at], scaled[at]
+        ids = first_candidates(few, count)
+        values = few_scaled.gather(-1, ids).cpu().numpy().astype(np.float64)
+        picked = _pick(values, log_sum[waiting], limits[waiting], whole=count == vocab)
         found = picked >= 0
         tokens[waiting[found]] = ids.cpu().numpy()[found, picked[found]]
         waiting = waiting[~found]

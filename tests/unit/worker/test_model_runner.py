@@ -20,7 +20,8 @@ from phalanx.worker.limits import Memory
 from phalanx.worker.worker import Worker, open_worker
 from tests.helpers.plan_script import Reference, Script
 from tests.helpers.plans import Run, admission, answer, plan
-from tests.helpers.worker_model import VOCAB, engine_config, reference_decoder, write_model
+from tests.helpers.tiny_models import tiny_checkpoint
+from tests.helpers.worker_model import engine_config, reference_decoder, write_model
 
 PROMPT = [3, 77, 12, 12, 45, 101, 9, 64, 2, 110, 31]
 
@@ -57,25 +58,36 @@ def run(worker: Worker, *runs: Run, **rest):
     return answer(worker.run(plan(runs, **rest)))
 
 
+def check_poison_does_not_show(model: Path, value: float, steps: int) -> None:
+    """A worker whose cache is full of `value` answers a random script exactly as one with a clean cache."""
+    clean, dirty = started(model), started(model)
+    poison(dirty, value)
+    vocab = clean.spec.vocab_size
+    scripts = [Script(np.random.default_rng(8), vocab, slots=8, blocks=60, block_size=4, max_len=60) for _ in range(2)]
+    sampled = 0
+    for _ in range(steps):
+        got = []
+        for worker, script in ((clean, scripts[0]), (dirty, scripts[1])):
+            got.append(answer(worker.run(script.next())))
+            assert not got[-1].failures
+            script.take(got[-1])
+        assert got[0] == got[1]
+        sampled += len(got[0].tokens)
+    assert sampled > steps
+
+
 class TestUninitialisedMemory:
     """SEC-31: nothing that was never written, or was left by others, can be seen."""
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
     def test_of_the_cache(self, model, value):
         """Many rows of different lengths, so that every kind of padding occurs; the script shares and reuses blocks."""
-        clean, dirty = started(model), started(model)
-        poison(dirty, value)
-        scripts = [Script(np.random.default_rng(8), VOCAB, 8, 90, 4, 60) for _ in range(2)]
-        sampled = 0
-        for _ in range(40):
-            got = []
-            for worker, script in ((clean, scripts[0]), (dirty, scripts[1])):
-                got.append(answer(worker.run(script.next())))
-                script.take(got[-1])
-            assert not got[1].failures
-            assert got[0] == got[1]
-            sampled += len(got[0].tokens)
-        assert sampled > 60
+        check_poison_does_not_show(model, value, steps=40)
+
+    @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "qwen1"])
+    def test_of_the_cache_with_windows_and_caps(self, family):
+        """The other paths of attention: windows that cut a context, soft caps, prompt classes."""
+        check_poison_does_not_show(tiny_checkpoint(family), float("nan"), steps=15)
 
     def test_of_prompt_logprobs_after_a_cached_prefix(self, worker, model):
         """Positions that were found in the cache have no log-probabilities; the others equal the uncached ones."""
@@ -115,7 +127,7 @@ class TestSteps:
         def forbidden(*args):
             raise AssertionError("a greedy row without penalties needs the largest logit only")
 
-        monkeypatch.setattr("phalanx.sampling.sampler.sort_keys", forbidden)
+        monkeypatch.setattr("phalanx.sampling.sampler.first_candidates", forbidden)
         monkeypatch.setattr("phalanx.sampling.sampler.uniform", forbidden)
         assert run(worker, Run(0, 11), admit=[admission(0, PROMPT, [0, 1, 2])]).tokens
 
