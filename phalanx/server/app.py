@@ -72,11 +72,14 @@ def create_app(engine: AsyncEngine, config: EngineConfig) -> FastAPI:
 def _add(app: FastAPI, method: str, path: str, handler: Callable[[Request], Awaitable[Response]]) -> None:
     """A plain route: bodies are read under our own limits, and answers are made by our own encoder."""
 
+    template = plain_path(path)
+
     async def endpoint(request: Request) -> Response:
+        request.state.route = template  # a label for metrics
         return await handler(request)
 
     methods = ["GET", "HEAD"] if method == "GET" else [method]
-    app.router.add_route(path, endpoint, methods=methods, name=OPERATIONS[method, plain_path(path)].name)
+    app.router.add_route(path, endpoint, methods=methods, name=OPERATIONS[method, template].name)
 
 
 def _documentation(config: EngineConfig) -> tuple[tuple[str, str, Handler], ...]:

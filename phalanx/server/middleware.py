@@ -99,7 +99,7 @@ class RequestBoundary:
         return text if sane_request_id(text) else uuid.uuid4().hex
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
-        route = getattr(scope.get("route"), "path", "unknown")
+        route = scope["state"].get("route", "unknown")
         self._metrics.http(scope["method"], route, status, seconds)
         if self._access_log:
             client = scope.get("client") or ("-",)

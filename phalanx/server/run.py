@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -168,7 +168,7 @@ class _HttpServer(uvicorn.Server):
     """uvicorn without its own signal handling: what a signal means is decided here, for HTTP and engine together."""
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+    def capture_signals(self) -> Iterator[None]:
         yield
 
 
@@ -232,7 +232,7 @@ class _Serving:
         tls = self._tls
         settings = uvicorn.Config(
             app,
-            http=functools.partial(LimitedHttpProtocol, HeaderLimits()),
+            http=cast("type[asyncio.Protocol]", functools.partial(LimitedHttpProtocol, HeaderLimits())),
             ws="none",
             lifespan="off",
             log_config=None,
