@@ -74,11 +74,13 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. Special tokens written out in `text` become those tokens. Lone surrogates become U+FFFD."""
+        # Of the library's calls only the batch ones let other threads run meanwhile.
+        encode = self.backend.encode_batch_fast
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return encode([text], add_special_tokens=add_special_tokens)[0].ids
         except (UnicodeEncodeError, TypeError):  # the library takes only what UTF-8 can hold
             mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return self.backend.encode(mended, add_special_tokens=add_special_tokens).ids
+            return encode([mended], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids` as a whole. What is not UTF-8 becomes U+FFFD."""
