@@ -1,0 +1,356 @@
+"""AsyncEngine with a real engine process on a tiny model: equality, isolation, disconnects, and every way to die."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+import pytest_asyncio
+
+from phalanx import LLM, AsyncEngine, EngineConfig, SamplingParams
+from phalanx.checkpoint.locate import locate
+from phalanx.engine import replica as replica_module
+from phalanx.engine.client import EngineOutput
+from phalanx.engine.core_messages import Submit, frame
+from phalanx.engine.replica import Replica, merged
+from phalanx.engine.resolution import for_engine, resolved
+from phalanx.engine.router import Router
+from phalanx.errors import EngineDead, InvalidRequest, NotEnoughMemory, PhalanxError, UserError
+from phalanx.step import TokenLogprobs
+from tests.helpers.engine_requests import collect, engine_request, tokens_of
+from tests.helpers.processes import alive, descendants, gone_within
+from tests.helpers.tiny_model import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_MODULE_LOOP = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def config(folder: str, **options) -> EngineConfig:
+    return EngineConfig.from_options(**{"model": folder, "dtype": "float32", "kv_cache_memory_bytes": "8M", **options})
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model):
+    """One engine process for the tests that leave it alive."""
+    async with AsyncEngine(config(model)) as engine:
+        yield engine
+        assert alive(engine.info.pid)
+        assert await idle(engine)
+    assert not alive(engine.info.pid)
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """What the same model answers alone, in this process: (prompt, params) to the tokens of each choice."""
+    with LLM(model, dtype="float32", kv_cache_memory_bytes="8M") as llm:
+
+        def answer(prompt, params):
+            return [choice.token_ids for choice in llm.generate(prompt, params)[0].outputs]
+
+        yield answer
+
+
+def params(**changes) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, **changes})
+
+
+async def tokens(stream) -> list[list[int]]:
+    found: dict[int, list[int]] = {}
+    async for delta in stream:
+        for choice in delta.outputs:
+            found.setdefault(choice.index, []).extend(choice.token_ids)
+    return [found[index] for index in sorted(found)]
+
+
+async def idle(engine: AsyncEngine, seconds: float = 2.0) -> bool:
+    """Whether all blocks are free within that time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        status = engine.status()
+        if status.running == status.waiting == 0 and status.free_blocks == status.blocks:
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+@ON_MODULE_LOOP
+async def test_facts(engine):
+    info = engine.info
+    assert (info.dtype, info.device, info.max_model_len, info.executor) == ("float32", "cpu", 256, "inprocess")
+    assert info.pid in descendants()
+    status = engine.status()
+    assert status.state == "ready"
+    assert [worker.pid for worker in status.workers] == [info.pid]
+
+
+@ON_MODULE_LOOP
+async def test_the_process_gives_what_the_engine_gives_here(engine, expected):
+    for wanted in (params(), params(n=3, temperature=1.0, seed=9), params(temperature=0.8, seed=1, top_k=20)):
+        assert await tokens(engine.generate("hello world", wanted)) == expected("hello world", wanted)
+
+
+@ON_MODULE_LOOP
+async def test_two_hundred_requests_at_once(engine, expected):
+    wanted = [params(max_tokens=5 + i % 20, seed=i, temperature=float(i % 2)) for i in range(200)]
+    prompts = [f"{i} the hello" for i in range(200)]
+    results = await asyncio.gather(*(tokens(engine.generate(p, w)) for p, w in zip(prompts, wanted, strict=True)))
+    for i in range(0, 200, 17):
+        assert results[i] == expected(prompts[i], wanted[i])
+    assert await idle(engine)
+
+
+@ON_MODULE_LOOP
+async def test_a_client_that_goes_away_frees_its_blocks_within_one_step(engine):
+    stream = await engine.submit("hello world", params(max_tokens=240))
+    while engine.status().running == 0:
+        await anext(stream)
+    await stream.aclose()
+    stopped_at = engine.status().step
+    assert await idle(engine)
+    # The abort crosses while the engine is in a step; it may begin one more before it reads it.
+    assert engine.status().step <= stopped_at + 20
+
+
+@ON_MODULE_LOOP
+async def test_many_clients_go_away_at_any_moment(engine):
+    async def leave(number):
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(tokens(engine.generate("x" * 50, params(max_tokens=200))), 0.002 * (number % 40))
+
+    healthy = asyncio.create_task(tokens(engine.generate("hello world", params())))
+    await asyncio.gather(*(leave(number) for number in range(300)))
+    assert await healthy == await tokens(engine.generate("hello world", params()))
+    assert await idle(engine)
+
+
+@ON_MODULE_LOOP
+async def test_bad_requests_do_not_disturb_a_healthy_one(engine, expected):
+    """Past the front end's validator: what reaches the engine is its own to survive."""
+    (replica,) = [e.client for e in engine._client._engines]
+    healthy = asyncio.create_task(tokens(engine.generate("hello world", params(max_tokens=100))))
+    good = msgspec.msgpack.encode(engine_request("bad"))
+    whole = msgspec.msgpack.decode(good)
+    for number, change in enumerate(
+        ({"prompt_token_ids": []}, {"prompt_token_ids": "x"}, {"prompt_token_ids": [1] * 5000}, {"sampling": None},
+         {"sampling": {"max_tokens": None}}, {"sampling": {"temperature": 1e400}}, {"choice": "x"}, {"request_id": 7})
+    ):  # fmt: skip
+        rid = f"bad{number}"
+        mailbox = replica._mailboxes[rid] = replica_module._Mailbox(0)
+        replica._writer.write(frame(Submit(rid, msgspec.Raw(msgspec.msgpack.encode(whole | change)))))
+        output = await asyncio.wait_for(mailbox.take(), 5)
+        assert output.finish_reason == "error"
+        del replica._mailboxes[rid]
+    assert await healthy == expected("hello world", params(max_tokens=100))
+
+
+@ON_MODULE_LOOP
+async def test_the_engine_leaves_interrupts_to_its_parent(engine):
+    os.kill(engine.info.pid, signal.SIGINT)
+    assert len(await tokens(engine.generate("x", params()))) == 1
+
+
+@ON_MODULE_LOOP
+async def test_the_engine_listens_on_nothing(engine):
+    assert psutil.Process(engine.info.pid).net_connections() == []
+
+
+@ON_MODULE_LOOP
+async def test_equal_ids_are_refused_and_abort_ends_a_stream(engine):
+    (replica,) = [each.client for each in engine._client._engines]
+    stream = replica.generate(engine_request("same", max_tokens=200, ignore_eos=True))
+    await anext(stream)
+    with pytest.raises(InvalidRequest, match="same"):
+        await anext(replica.generate(engine_request("same")))
+    await replica.abort("same")
+    assert (await collect(stream))[-1].finish_reason == "abort"
+
+
+@ON_MODULE_LOOP
+async def test_an_idle_engine_shows_signs_of_life(engine):
+    await asyncio.sleep(1.0)
+    assert time.time() - engine.status().heartbeat < 0.9
+
+
+@ON_MODULE_LOOP
+async def test_a_frozen_engine_is_not_called_ready(engine, monkeypatch):
+    monkeypatch.setattr(replica_module, "_IDLE_PATIENCE", 0.9)
+    assert engine.status().state == "ready"
+    os.kill(engine.info.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(1.2)
+        assert engine.status().state == "failed"
+        assert "not answered" in engine.status().cause
+    finally:
+        os.kill(engine.info.pid, signal.SIGCONT)
+    await asyncio.sleep(0.6)
+    assert engine.status().state == "ready"
+
+
+async def test_a_killed_engine_ends_its_streams_with_one_clear_error(model):
+    before = descendants()
+    engine = AsyncEngine(config(model))
+    await engine.start()
+    streams = [await engine.submit("hello", params(max_tokens=250)) for _ in range(5)]
+    await anext(streams[0])
+    os.kill(engine.info.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    for stream in streams:
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
+            await tokens(stream)
+    assert time.monotonic() - begin < 1
+    assert engine.status().state == "failed"
+    with pytest.raises(EngineDead):
+        await engine.submit("x", params())
+    await engine.close()
+    assert descendants() <= before
+
+
+async def test_a_request_outlives_a_killed_engine_process(model, expected):
+    checkpoint = locate(model)
+    replicas = [Replica(), Replica()]
+    for each in replicas:
+        each.configure(*for_engine(resolved(config(model), checkpoint), checkpoint))
+    router = Router(replicas)
+    await router.start()
+    drawn = [{"temperature": i % 2, "seed": i, "ignore_eos": True, "max_tokens": 200} for i in range(6)]
+    requests = [engine_request(f"r{i}", prompt=(i, 5, 6), **params) for i, params in enumerate(drawn)]
+    streams = [asyncio.create_task(collect(router.generate(request))) for request in requests]
+    while router.status().computed_tokens < 60:  # noqa: ASYNC110 (it is another process that counts)
+        await asyncio.sleep(0.005)
+    os.kill(replicas[0].pid, signal.SIGKILL)
+    for request, outputs in zip(requests, await asyncio.gather(*streams), strict=True):
+        prompt = {"prompt_token_ids": request.prompt_token_ids}
+        assert [tokens_of(outputs)] == expected(prompt, request.sampling)
+    await router.close()
+    assert not any(alive(each.pid) for each in replicas)
+
+
+async def test_close_while_loading(model):
+    before = descendants()
+    engine = AsyncEngine(config(model))
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0.4)
+    begin = time.monotonic()
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    await engine.close()
+    assert time.monotonic() - begin < 1
+    assert descendants() <= before
+
+
+async def test_close_in_mid_work_leaves_nothing(model):
+    before = descendants()
+    engine = AsyncEngine(config(model))
+    await engine.start()
+    streams = [await engine.submit("hello", params(max_tokens=250)) for _ in range(20)]
+    begin = time.monotonic()
+    await engine.close()
+    assert time.monotonic() - begin < 2
+    assert descendants() <= before
+    assert [delta async for delta in streams[0]] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"model": "/no/such/model"}, UserError, "such"),
+        ({"max_model_len": 100_000}, UserError, "max-model-len"),
+        ({"kv_cache_memory_bytes": 100}, NotEnoughMemory, ""),
+    ],
+)
+async def test_what_stops_the_start_is_one_clear_error(model, options, kind, text):
+    before = descendants()
+    with pytest.raises(kind) as caught:
+        await AsyncEngine(config(model, **options)).start()
+    assert text in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert descendants() <= before
+
+
+async def test_a_damaged_checkpoint_is_one_clear_error(tmp_path):
+    folder = write_tiny_model(tmp_path / "m")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    before = descendants()
+    with pytest.raises(UserError) as caught:
+        await AsyncEngine(config(str(folder))).start()
+    assert "model.safetensors" in str(caught.value)
+    assert descendants() <= before
+
+
+async def test_an_unexpected_failure_while_loading_is_called_internal(model):
+    replica = Replica()
+    checkpoint = locate(model)
+    local, name = for_engine(resolved(config(model), checkpoint), checkpoint)
+    nonsense = dataclasses.replace(local.cache, kv_cache_dtype="float99")  # what `resolve` never gives
+    replica.configure(dataclasses.replace(local, cache=nonsense), name)
+    with pytest.raises(PhalanxError, match=r"internal error: KeyError: 'float99'\.") as caught:
+        await replica.start()
+    assert type(caught.value) is PhalanxError
+    assert not alive(replica.pid)
+
+
+PARENT = textwrap.dedent(
+    """
+    import asyncio, sys
+    from phalanx import AsyncEngine, EngineConfig
+
+    async def main():
+        engine = AsyncEngine(EngineConfig.from_options(model=sys.argv[1], dtype="float32", kv_cache_memory_bytes="1M"))
+        starting = asyncio.create_task(engine.start())
+        if sys.argv[2] == "loading":
+            while engine._client is None or engine._client._engines[0].client.pid is None:
+                await asyncio.sleep(0.01)
+            print(engine._client._engines[0].client.pid, flush=True)
+        print((await starting).pid, flush=True)
+        await asyncio.sleep(60)
+
+    asyncio.run(main())
+    """
+)
+
+
+@pytest.mark.parametrize("phase", ["loading", "ready"])
+def test_the_engine_does_not_outlive_a_killed_parent(model, phase):
+    command = [sys.executable, "-c", PARENT, model, phase]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as parent:
+        pid = int(parent.stdout.readline())
+        assert alive(pid)
+        parent.kill()
+        assert gone_within(pid, 2.0)
+
+
+async def test_the_engine_process_does_not_import_from_the_current_folder(model, tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    async with AsyncEngine(config(model)) as engine:
+        assert len(await tokens(engine.generate("x", params(max_tokens=2)))) == 1
+
+
+def test_what_a_slow_reader_missed_is_merged():
+    outputs = [
+        EngineOutput("r", 4),
+        EngineOutput(
+            "r", 4, [1], logprobs=[TokenLogprobs(-1.0, 1)], num_cached_tokens=16, scheduled_s=2.0, queued_s=1.0
+        ),
+        EngineOutput("r", 5, [2, 3], logprobs=[TokenLogprobs(-1.0, 1)] * 2, finish_reason="stop", stop_token_id=3),
+    ]
+    whole = merged(outputs)
+    assert (whole.start, whole.token_ids, len(whole.logprobs)) == (4, [1, 2, 3], 3)
+    assert (whole.finish_reason, whole.stop_token_id, whole.num_cached_tokens) == ("stop", 3, 16)
+    assert (whole.scheduled_s, whole.queued_s) == (2.0, 1.0)
+    assert merged(outputs[:1] * 2) == outputs[0]

@@ -1,0 +1,32 @@
+"""Looking at processes from outside."""
+
+import time
+from collections.abc import Callable
+
+import psutil
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs; a zombie does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    return wait_until(lambda: not alive(pid), seconds)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def descendants() -> set[int]:
+    """Processes below this one, with their own."""
+    return {child.pid for child in psutil.Process().children(recursive=True)}
