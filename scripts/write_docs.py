@@ -28,18 +28,18 @@ Every option can be set in four ways. The first that is given wins:
 3. a line of a YAML file, `max-model-len: 4k`, with `phalanx serve --config FILE` (or `PHALANX_CONFIG=FILE`)
 4. the default
 
-In Python the same names are keyword arguments: `LLM(max_model_len=4096)`. In names `-` and `_` mean the same. Sizes are
-numbers with an optional unit: `k`, `m`, `g` are powers of 1000, `K`, `M`, `G` powers of 1024. An option that takes several
-values is repeated as a flag, separated by commas in a variable, and a list in the file. A switch is turned off with
-`--no-…`, or with `false` in a variable or file. A misspelt flag or key is an error that suggests the right name; a
-misspelt variable is a warning.
+In Python the same names are keyword arguments: `LLM(max_model_len=4096)`. In names `-` and `_` mean the same. Sizes
+are numbers with an optional unit: `k`, `m`, `g` are powers of 1000, `K`, `M`, `G` powers of 1024. An option that
+takes several values is repeated as a flag, separated by commas in a variable, and a list in the file. A switch is
+turned off with `--no-…`, or with `false` in a variable or file. A misspelt flag or key is an error that suggests the
+right name; a misspelt variable is a warning.
 
-`phalanx config show --origin` prints every effective value and where it came from; `phalanx config check FILE` checks a
-file without starting anything.
+`phalanx config show --origin` prints every effective value and where it came from; `phalanx config check FILE` checks
+a file without starting anything.
 
 Three more variables are no options: `PHALANX_CACHE` (the folder of the demo model, by default `~/.cache/phalanx`),
-`PHALANX_DEBUG=1` (errors show their traceback), and `PHALANX_CONFIG`. Files from the Hugging Face hub are kept where its
-own variables say (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`).
+`PHALANX_DEBUG=1` (errors show their traceback), and `PHALANX_CONFIG`. Files from the Hugging Face hub are kept where
+its own variables say (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`).
 
 """
 
@@ -62,24 +62,23 @@ MODELS = """\
 {note}
 
 A model is a folder with `config.json` and safetensors files (one or several), a `.gguf` file, or the name of such a
-repository on the Hugging Face hub. Without one, the demo model is used: SmolLM2-135M-Instruct, Apache-2.0, a Llama of 135
-million parameters in Q4_1.
+repository on the Hugging Face hub. Without one, the demo model is used: SmolLM2-135M-Instruct, Apache-2.0, a Llama of
+135 million parameters in Q4_1.
 
 | family | `model_type` in config.json | GGUF architecture | covers |
 |---|---|---|---|
 {rows}
 
-Block types of GGUF files: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K. They are expanded to `--dtype`
-when the file is loaded.
+Block types of GGUF files: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K. They are expanded to
+`--dtype` when the file is loaded.
 
-Not supported: other families, mixture-of-experts models, pictures and sound, LoRA adapters, and checkpoints quantised by
-other means than GGUF. Such a model is refused with a message that names what is missing. Code from a model's repository is
-never run.
+Not supported: other families, mixture-of-experts models, pictures and sound, LoRA adapters, and checkpoints quantised
+by other means than GGUF. Such a model is refused with a message that names what is missing. Code from a model's
+repository is never run.
 
-A family is a recipe of a few dozen lines in `phalanx/models/families/`: a function from the checkpoint's configuration to
-a description of the decoder, and a table of weight names. Each is compared with the implementation in `transformers` on
-small random checkpoints in `tests/parity/`.
-"""
+A family is a recipe of a few dozen lines in `phalanx/models/families/`: a function from the checkpoint's
+configuration to a description of the decoder, and a table of weight names. Each is compared with the implementation
+in `transformers` on small random checkpoints in `tests/parity/`."""
 
 
 def _cell(text: str) -> str:
@@ -113,7 +112,8 @@ def configuration() -> str:
 
 def models() -> str:
     rows = [
-        f"| {family.title} | {_codes(family.model_types)} | {_codes(family.gguf)} | {family.notes} |" for family in supported()
+        f"| {family.title} | {_codes(family.model_types)} | {_codes(family.gguf)} | {family.notes} |"
+        for family in supported()
     ]
     return MODELS.format(note=NOTE, rows="\n".join(rows))
 
