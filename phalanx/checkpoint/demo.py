@@ -83,7 +83,10 @@ def demo_model(
 
     Raises CheckpointError, with the remedy, when the folder cannot be used or trusted or the file cannot be fetched.
     """
-    folder = folder or env.cache_dir()
+    try:
+        folder = folder or env.cache_dir()
+    except RuntimeError as error:  # no home folder
+        raise CheckpointError(f"There is no cache folder: {error}", fix="Set PHALANX_CACHE to a folder.") from None
     path = folder / source.file_name
     try:
         _make_private(folder)

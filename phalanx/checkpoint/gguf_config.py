@@ -42,7 +42,7 @@ def hf_config(gguf: GGUFFile) -> dict[str, Any]:
             fix=f"Supported GGUF architectures: {', '.join(sorted(_FAMILIES))}.",
         )
     if metadata.number("expert_count", 0):
-        raise UnsupportedModel(f"{gguf.path} holds a mixture-of-experts model, which is not supported.")
+        raise metadata.unsupported("it is a mixture of experts")
     config = family(metadata)
     config |= {
         "vocab_size": metadata.vocab_size,
@@ -88,14 +88,15 @@ class _Metadata:
             f"{self._gguf.path} contradicts itself or is incomplete: {what}.", fix="Fetch or convert it again."
         )
 
+    def unsupported(self, what: str) -> UnsupportedModel:
+        return UnsupportedModel(f"{self._gguf.path} holds a model that is not supported: {what}.")
+
     def number(self, key: str, default: int | None = None) -> int:
         """A whole number. A list with one value per layer is accepted when all are equal."""
         value = self._gguf.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list) and value:
             if any(entry != value[0] for entry in value):
-                raise UnsupportedModel(
-                    f"{self._gguf.path} has layers that differ in `{key}`, which is not supported for its architecture."
-                )
+                raise self.unsupported(f"its layers differ in `{key}`")
             value = value[0]
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST:
             raise self.fail(f"`{self.architecture}.{key}` is {'missing' if value is None else 'not a sensible number'}")
@@ -190,9 +191,7 @@ def _attention_shape(m: _Metadata) -> dict[str, Any]:
         raise m.fail(f"{heads} heads do not divide its width of {hidden}, and no head width is given")
     head_dim = m.size("attention.key_length", hidden // heads)
     if m.size("attention.value_length", head_dim) != head_dim:
-        raise UnsupportedModel(
-            "Models whose key and value heads differ in width are not supported for this architecture."
-        )
+        raise m.unsupported("its key and value heads differ in width")
     return {
         "hidden_size": hidden,
         "num_attention_heads": heads,
@@ -217,7 +216,7 @@ def _rope(m: _Metadata, head_dim: int, default_theta: float = 10000.0) -> dict[s
     elif m.has("rope.scale_linear"):  # files from before 2024
         rope |= {"rope_type": "linear", "factor": m.real("rope.scale_linear")}
     elif kind not in (None, "none", "longrope"):
-        raise UnsupportedModel(f"The RoPE scaling '{str(kind)[:40]}' of this GGUF file is not supported.")
+        raise m.unsupported(f"it scales RoPE by '{str(kind)[:40]}'")
     if rope["rope_type"] == "linear" and rope["factor"] in (0.0, 1.0):
         rope["rope_type"] = "default"
         del rope["factor"]
@@ -371,39 +370,41 @@ def _phi3(m: _Metadata) -> dict[str, Any]:
     return config | {"original_max_position_embeddings": original, "sliding_window": _sliding_window(m)}
 
 
-def _gemma(m: _Metadata, model_type: str, architecture: str, largest: int) -> dict[str, Any]:
+def _gemma(m: _Metadata, model_type: str, architecture: str, *, largest: int, period: int) -> dict[str, Any]:
     """Gemma 2 and 3. Only the model with `largest` layers (27B) scales its queries by another number than the head's
-    width."""
+    width. One layer in `period` sees the whole context."""
     config = _gated_decoder(m, model_type, architecture)
     del config["hidden_act"]
+    layers = config["num_hidden_layers"]
     by_width = config["hidden_size"] // config["num_attention_heads"]
+    window = m.number("attention.sliding_window", 4096 if model_type == "gemma2" else 0) or None
     return config | {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": by_width if config["num_hidden_layers"] == largest else config["head_dim"],
-        "sliding_window": _sliding_window(m),
+        "query_pre_attn_scalar": by_width if layers == largest else config["head_dim"],
+        "sliding_window": window,
+        "layer_types": _layer_types(m, layers, period) if window else ["full_attention"] * layers,
         "attention_bias": False,
-        "attn_logit_softcapping": _softcap(m, "attn_logit_softcapping"),
-        "final_logit_softcapping": _softcap(m, "final_logit_softcapping"),
     }
 
 
-def _softcap(m: _Metadata, key: str) -> float | None:
-    return m.real(key, 0.0) or None
-
-
 def _gemma2(m: _Metadata) -> dict[str, Any]:
-    config = _gemma(m, "gemma2", "Gemma2ForCausalLM", largest=46)
-    return config | {"layer_types": _layer_types(m, config["num_hidden_layers"], period=2)}
+    return _gemma(m, "gemma2", "Gemma2ForCausalLM", largest=46, period=2) | {
+        "attn_logit_softcapping": m.real("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": m.real("final_logit_softcapping", 30.0) or None,
+    }
 
 
 def _gemma3(m: _Metadata) -> dict[str, Any]:
     """The text model. Sliding layers have a RoPE base of their own and no scaling."""
-    config = _gemma(m, "gemma3_text", "Gemma3ForCausalLM", largest=62)
-    config["rope_parameters"] = {
-        "full_attention": _rope(m, config["head_dim"], default_theta=1000000.0),
-        "sliding_attention": {"rope_type": "default", "rope_theta": m.real("rope.freq_base_swa", 10000.0)},
+    config = _gemma(m, "gemma3_text", "Gemma3ForCausalLM", largest=62, period=6)
+    return config | {
+        "rope_parameters": {
+            "full_attention": _rope(m, config["head_dim"], default_theta=1000000.0),
+            "sliding_attention": {"rope_type": "default", "rope_theta": m.real("rope.freq_base_swa", 10000.0)},
+        },
+        "attn_logit_softcapping": m.real("attn_logit_softcapping", 0.0) or None,
+        "final_logit_softcapping": m.real("final_logit_softcapping", 0.0) or None,
     }
-    return config | {"layer_types": _layer_types(m, config["num_hidden_layers"], period=6)}
 
 
 _FAMILIES: dict[str, Callable[[_Metadata], dict[str, Any]]] = {

@@ -10,6 +10,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import mmap
+import os
 import re
 import stat
 import struct
@@ -75,6 +76,7 @@ _SCALARS: dict[int, struct.Struct] = {
 _STRING, _ARRAY = 8, 9
 _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
+_SMALLEST = 4 + 4 + 8 + 8  # letters, version, two counts
 _MAX_NAME = 65535  # the format's own limit for keys
 _MAX_DIMENSIONS = 4  # GGML_MAX_DIMS
 _MAX_ALIGNMENT = 65536
@@ -102,16 +104,14 @@ def read_gguf(path: Path) -> GGUFFile:
     """
     path = Path(path)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before opening it: a pipe would keep us waiting
+            raise CheckpointError(f"{path} is not a regular file.")
         with path.open("rb") as file:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file.")
-            if status.st_size < 24:
-                raise FormatError(
-                    f"{path} is not a GGUF file: it has only {status.st_size} bytes.", fix="Fetch it again."
-                )
+            size = os.fstat(file.fileno()).st_size
+            if size < _SMALLEST:
+                raise FormatError(f"{path} is not a GGUF file: it has only {size} bytes.", fix="Fetch it again.")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Header(path, data, status.st_size).read()
+                return _Header(path, data, size).read()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
 

@@ -102,7 +102,7 @@ def _local(name: str, revision: str | None) -> Path | None:
             f"A revision ('{revision}') was given, but {name} is a local path, which has none.",
             fix="Leave out --revision.",
         )
-    if not exists and (name.endswith(".gguf") or not _HUB_ID.fullmatch(name)):
+    if not exists and (name.lower().endswith(".gguf") or not _HUB_ID.fullmatch(name)):
         raise CheckpointError(
             f"There is no file or folder {name[:200]!r}.", fix="Check the path. A model on the hub is named OWNER/NAME."
         )
@@ -121,7 +121,7 @@ def _folder_name(path: Path) -> str:
 
 
 def _from_file(path: Path) -> Checkpoint:
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and path.is_file():
         return _from_gguf(path, path.stem)
     if path.suffix == ".safetensors":
         raise CheckpointError(

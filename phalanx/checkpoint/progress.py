@@ -22,17 +22,20 @@ class TerminalProgress:
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
-        self._tenths: dict[str, int] = {}
+        self._lines: dict[str, tuple[int, int]] = {}
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self._stream.isatty():
             self._draw(what, done, total)
-        elif total > 0:
+        elif total >= 1e6:
             tenth = 10 * min(done, total) // total
-            if tenth > self._tenths.get(what, -1):
-                self._tenths[what] = tenth
+            last, last_total = self._lines.get(what, (-1, total))
+            if total != last_total:  # more files were found, so that the share may have become smaller
+                last = min(last, tenth)
+            self._lines[what] = max(last, tenth), total
+            if tenth > last:
                 print(f"{what}: {10 * tenth} % of {total / 1e6:.0f} MB", file=self._stream, flush=True)
 
     def _draw(self, what: str, done: int, total: int) -> None:

@@ -9,6 +9,7 @@ Format: https://huggingface.co/docs/safetensors
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -61,10 +62,10 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorInfo]:
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # before opening it: a pipe would keep us waiting
+            raise CheckpointError(f"{path} is not a regular file.")
         with path.open("rb") as file:
-            status = path.stat()
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file.")
+            size = os.fstat(file.fileno()).st_size
             start = file.read(24)
             if start.startswith(b"version https://git-lfs"):
                 raise FormatError(
@@ -75,7 +76,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             length = int.from_bytes(start[:8], "little")
             if length > _MAX_HEADER:
                 _fail(path, f"its header claims {length} bytes (at most {_MAX_HEADER} are allowed)")
-            if length > status.st_size - 8:
+            if length > size - 8:
                 _fail(path, f"its header claims {length} bytes, more than the file has")
             file.seek(8)
             raw = file.read(length)
@@ -84,11 +85,9 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     header = _parse(path, raw)
     data = 8 + length
     tensors = {
-        name: _tensor(path, name, entry, data, status.st_size - data)
-        for name, entry in header.items()
-        if name != "__metadata__"
+        name: _tensor(path, name, entry, data, size - data) for name, entry in header.items() if name != "__metadata__"
     }
-    _check_cover(path, tensors, data, status.st_size)
+    _check_cover(path, tensors, data, size)
     return tensors
 
 

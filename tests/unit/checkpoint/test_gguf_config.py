@@ -77,7 +77,7 @@ def test_mistral_is_llama_with_a_window(config_of):
 def test_heads_default_to_no_grouping_and_may_come_as_one_value_per_layer(config_of):
     assert config_of("llama", **{"attention.head_count_kv": None})["num_key_value_heads"] == 4
     assert config_of("llama", **{"attention.head_count_kv": [2, 2]})["num_key_value_heads"] == 2
-    with pytest.raises(UnsupportedModel, match="layers that differ"):
+    with pytest.raises(UnsupportedModel, match="layers differ in"):
         config_of("llama", **{"attention.head_count_kv": [2, 4]})
 
 
@@ -112,7 +112,7 @@ def test_linear_and_yarn_scaling(config_of):
                                        "original_max_position_embeddings": 32}  # fmt: skip
     none = config_of("llama", **{"rope.scaling.type": "none"})
     assert none["rope_parameters"]["rope_type"] == "default"
-    with pytest.raises(UnsupportedModel, match="RoPE scaling 'odd'"):
+    with pytest.raises(UnsupportedModel, match="RoPE by 'odd'"):
         config_of("llama", **{"rope.scaling.type": "odd"})
 
 
@@ -156,13 +156,24 @@ def test_gemma(config_of):
     assert (two["attn_logit_softcapping"], two["final_logit_softcapping"], two["sliding_window"]) == (50.0, 30.0, 16)
     assert two["layer_types"] == ["sliding_attention", "full_attention"]
     assert (two["query_pre_attn_scalar"], two["hidden_activation"]) == (32, "gelu_pytorch_tanh")
-    three = config_of("gemma3", **{"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base": None})
+    bare = config_of("gemma2")
+    assert (bare["attn_logit_softcapping"], bare["final_logit_softcapping"], bare["sliding_window"]) == (50, 30, 4096)
+    assert config_of("gemma3")["layer_types"] == ["full_attention", "full_attention"]  # no window given
+    three = config_of(
+        "gemma3",
+        **{
+            "attention.sliding_window": 16,
+            "rope.scaling.type": "linear",
+            "rope.scaling.factor": 8.0,
+            "rope.freq_base": None,
+        },
+    )
     assert three["rope_parameters"] == {
         "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     }
     assert three["layer_types"] == ["sliding_attention", "sliding_attention"]
-    told = config_of("gemma3", **{"attention.sliding_window_pattern": [False, True]})
+    told = config_of("gemma3", **{"attention.sliding_window": 16, "attention.sliding_window_pattern": [False, True]})
     assert told["layer_types"] == ["full_attention", "sliding_attention"]
 
 
@@ -214,7 +225,7 @@ def test_what_is_not_supported(config_of):
         UnsupportedModel, match=r"'mamba', which is not supported.*Supported GGUF architectures: gemma2"
     ):
         config_of("mamba")
-    with pytest.raises(UnsupportedModel, match="mixture-of-experts"):
+    with pytest.raises(UnsupportedModel, match="mixture of experts"):
         config_of("llama", **{"expert_count": 8})
     with pytest.raises(FormatError, match="does not say which architecture"):
         config_of("llama", top={"general.architecture": 7})
