@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -34,7 +35,7 @@ def run(tokenizer: Tokenizer, ids: list[int], cuts: list[int] | None = None, **o
     state = Detokenizer(tokenizer, **options)
     edges = range(len(ids) + 1) if cuts is None else [0, *sorted(cut % (len(ids) + 1) for cut in cuts), len(ids)]
     edges = list(edges)
-    text = "".join(state.push(ids[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+    text = "".join(state.push(ids[a:b]) for a, b in itertools.pairwise(edges))
     return text + state.finish(), state
 
 
