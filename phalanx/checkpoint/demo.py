@@ -299,6 +299,8 @@ def _reason(output: Path) -> str:
         return "this Python has no pip (`python -m ensurepip` installs it)"
     if "No space left on device" in text:
         return "no space is left on the disk"
+    if "Retrying (" in text:
+        return "the package index could not be reached"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["pip failed without a word"])[-1].removeprefix("ERROR:").strip()[:300]
