@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -25,8 +25,38 @@ class HeaderLimits:
     """From the first byte (or the opening of the connection) to the end of the headers."""
 
 
+LINGER_S = 1.0
+"""A refused client may go on sending for so long. Closing at once would reset the connection, and the client might lose
+the answer that says why."""
+
+
 class _HeadersTooLarge(Exception):
     pass
+
+
+class _LingeringTransport:
+    """The connection's transport, except that `close` in the middle of a request says goodbye first: no more from us,
+    and for a moment what still comes is read and dropped."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: LimitedHttpProtocol):
+        self._transport = transport
+        self._protocol = protocol
+        self._leaving = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._leaving or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing() or not self._protocol.in_request or not self._transport.can_write_eof():
+            self._transport.close()
+            return
+        self._leaving = True
+        self._transport.write_eof()
+        self._protocol.ignore_the_rest()
+        self._protocol.loop.call_later(LINGER_S, self._transport.close)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -38,10 +68,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._refused = False
+        """Nothing more is read on this connection."""
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(cast("asyncio.Transport", _LingeringTransport(transport, self)))
         self._start_head_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -59,8 +90,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass  # no other protocol is spoken here; the request is answered as plain HTTP
         except httptools.HttpParserError as error:
-            cause = error if isinstance(error.__context__, type(None)) else error.__context__
-            if isinstance(cause, _HeadersTooLarge):
+            if isinstance(error.__context__, _HeadersTooLarge):
                 self._refuse_head_size()
             else:
                 self._refuse(400, "The HTTP request cannot be parsed.", "invalid_http")
@@ -122,11 +152,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:  # never into the middle of another answer
+        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not answering:  # never into the middle of another answer
             body = error_body(HttpError(status, message, code=code, **details))
             head = [STATUS_LINE[status], b"content-type: application/json\r\n", b"connection: close\r\n"]
             self.transport.write(b"".join([*head, b"content-length: %d\r\n\r\n" % len(body), body]))
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # its body will never be complete
+            self.cycle.message_event.set()
         self.transport.close()
+
+    # For the transport
+
+    @property
+    def in_request(self) -> bool:
+        """Whether the client has not finished sending what we answer to."""
+        return self._refused or self._in_head or (self.cycle is not None and self.cycle.more_body)
+
+    def ignore_the_rest(self) -> None:
+        self._refused = True
+        self.flow.resume_reading()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Not worth a line in the log, which a client could fill with it."""

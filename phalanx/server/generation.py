@@ -10,9 +10,9 @@ import uuid
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
-from phalanx.errors import PhalanxError, Unavailable
+from phalanx.errors import InvalidRequest, PhalanxError, Unavailable
 from phalanx.outputs import CompletionOutput, RequestOutput
-from phalanx.sampling_params import SamplingParams
+from phalanx.sampling_params import INT32, SamplingParams
 from phalanx.server.failures import ClientGone
 from phalanx.server.openai_types import PromptTokensDetails, SamplingFields, Usage
 from phalanx.server.state import ServerState
@@ -74,10 +74,13 @@ async def start_generation(
 
     Raises what `AsyncEngine.submit` raises.
     """
+    keep = request.truncate_prompt_tokens
+    if keep is not None and keep != -1 and not 1 <= keep <= INT32:
+        raise InvalidRequest("`truncate_prompt_tokens` must be at least 1, or -1.", param="truncate_prompt_tokens")
 
     async def submit(prompt: str | list[int]) -> RequestStream:
-        if request.truncate_prompt_tokens is not None:
-            prompt = await _truncated(state, prompt, params, request.truncate_prompt_tokens, add_special_tokens)
+        if keep is not None:
+            prompt = await _truncated(state, prompt, params, keep, add_special_tokens)
         return await state.engine.submit(
             prompt,
             params,

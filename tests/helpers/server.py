@@ -81,7 +81,7 @@ async def on_socket(app: Any, limits: HeaderLimits | None = None) -> AsyncIterat
     )
     server = uvicorn.Server(settings)
     task = asyncio.create_task(server._serve([listener]))
-    while not server.started:
+    while not server.started:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     try:
         yield listener.getsockname()[1]

@@ -160,19 +160,42 @@ async def test_a_stop_string_ends_the_answer(server: EchoServer) -> None:
 
 async def test_every_sampling_field_reaches_the_engine(server: EchoServer) -> None:
     fields: dict[str, Any] = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "presence_penalty": 0.1, "frequency_penalty": 0.2,
-        "repetition_penalty": 1.1, "seed": 5, "stop_token_ids": [9], "ignore_eos": True, "min_tokens": 1,
-        "skip_special_tokens": False, "bad_words": ["foo"], "allowed_token_ids": [1, 2], "logit_bias": {"3": -5},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "seed": 5,
+        "stop_token_ids": [9],
+        "ignore_eos": True,
+        "min_tokens": 1,
+        "skip_special_tokens": False,
+        "bad_words": ["foo"],
+        "allowed_token_ids": [1, 2],
+        "logit_bias": {"3": -5},
         "n": 1,
-    }  # fmt: skip
+    }
     assert (await server.chat(**fields, priority=3, cache_salt="s")).status_code == 200
     request = server.echo.requests[-1]
     sampling = request.sampling
     assert sampling.logit_bias == {3: -5}
     assert sampling.stop_token_ids == (9,)
     assert sampling.allowed_token_ids == (1, 2)
-    for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-                 "repetition_penalty", "seed", "min_tokens", "ignore_eos", "skip_special_tokens"):  # fmt: skip
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "seed",
+        "min_tokens",
+        "ignore_eos",
+        "skip_special_tokens",
+    ):
         assert getattr(sampling, name) == fields[name], name
     assert (request.priority, request.cache_salt) == (3, "s")
     assert request.bad_words_token_ids

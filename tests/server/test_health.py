@@ -36,8 +36,20 @@ async def test_while_ready(server: EchoServer) -> None:
     assert (head.status_code, head.content) == (200, b"")
     status = (await server.client.get("/status")).json()
     assert set(status) == {
-        "model", "dtype", "mesh", "executor", "epoch", "step", "state", "cause", "since", "engine", "requests", "kv", "workers",
-    }  # fmt: skip
+        "model",
+        "dtype",
+        "mesh",
+        "executor",
+        "epoch",
+        "step",
+        "state",
+        "cause",
+        "since",
+        "engine",
+        "requests",
+        "kv",
+        "workers",
+    }
     assert status["state"] == "ready"
     assert set(status["engine"]) == {"pid"}
     assert set(status["requests"]) == {"running", "waiting"}

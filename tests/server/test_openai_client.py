@@ -23,16 +23,24 @@ async def test_async_client(server: EchoServer) -> None:
         assert [model.id async for model in api.models.list()] == ["echo"]
         assert (await api.models.retrieve("echo")).id == "echo"
         answer = await api.chat.completions.create(
-            model="echo", messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=1  # type: ignore[arg-type]
-        )  # fmt: skip
+            model="echo",
+            messages=MESSAGES,
+            max_tokens=5,
+            logprobs=True,
+            top_logprobs=1,  # type: ignore[arg-type]
+        )
         text = demo_tokenizer().decode(server.echo.requests[-1].prompt_token_ids[:5])
         assert answer.choices[0].message.content == text
         assert answer.choices[0].logprobs is not None
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
         stream = await api.chat.completions.create(
-            model="echo", messages=MESSAGES, max_tokens=5, stream=True, stream_options={"include_usage": True}  # type: ignore[arg-type]
-        )  # fmt: skip
+            model="echo",
+            messages=MESSAGES,
+            max_tokens=5,
+            stream=True,
+            stream_options={"include_usage": True},  # type: ignore[arg-type]
+        )
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
         assert chunks[-1].usage is not None
@@ -56,8 +64,10 @@ async def test_errors_arrive_as_the_client_s_own(server: EchoServer) -> None:
         with pytest.raises(openai.BadRequestError) as bad:
             await api.completions.create(model="echo", prompt="x", max_tokens=99999)
         assert (bad.value.code, bad.value.param, bad.value.type) == (
-            "context_length_exceeded", "prompt", "invalid_request_error",
-        )  # fmt: skip
+            "context_length_exceeded",
+            "prompt",
+            "invalid_request_error",
+        )
         assert bad.value.request_id
         with pytest.raises(openai.NotFoundError) as missing:
             await api.completions.create(model="gpt-4", prompt="x")
@@ -77,7 +87,7 @@ async def test_a_failure_in_mid_stream_raises() -> None:
     async with echo_server(echo={"die_after": 3}) as server, on_socket(server.app) as port, client(port) as api:
         stream = await api.completions.create(model="echo", prompt="one two three", max_tokens=9, stream=True)
         text = ""
-        with pytest.raises(openai.APIError) as failure:
+        with pytest.raises(openai.APIError) as failure:  # noqa: PT012
             async for chunk in stream:
                 text += chunk.choices[0].text
         assert text == "one two three"[: len(text)]
@@ -109,6 +119,6 @@ async def test_closing_the_stream_stops_the_work() -> None:
             break
         await stream.close()
         deadline = time.monotonic() + 2
-        while server.echo.status().running and time.monotonic() < deadline:
+        while server.echo.status().running and time.monotonic() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert server.echo.status().running == 0
