@@ -171,7 +171,7 @@ class BrokenGrammar(FakeGrammar):
         self.broken = broken
 
     def fill_mask(self, out: np.ndarray) -> None:
-        if self.broken == "mask" and self.count == 2:
+        if (self.broken, self.count) in (("mask", 2), ("first mask", 0)):
             raise RuntimeError("a secret")
         super().fill_mask(out)
 
@@ -183,7 +183,7 @@ class BrokenGrammar(FakeGrammar):
         return super().accept(token_id)
 
 
-@pytest.mark.parametrize("broken", ["mask", "accept", "refusal"])
+@pytest.mark.parametrize("broken", ["first mask", "mask", "accept", "refusal"])
 def test_a_broken_grammar_ends_its_request_only(broken: str) -> None:
     engine = engine_with(lambda asked: BrokenGrammar(broken))
     engine.add(make_request("bad", [1, 2, 3], structured_outputs=structured(1, 20)))
@@ -193,7 +193,7 @@ def test_a_broken_grammar_ends_its_request_only(broken: str) -> None:
         outputs += engine.step()
     (error,) = [output for output in outputs if output.error]
     assert error.request_id == "bad"
-    assert error.start == 2
+    assert error.start == (0 if broken == "first mask" else 2)
     assert "secret" not in error.error.message  # type: ignore[union-attr]
     assert [output.finish_reason for output in outputs if output.request_id == "good"][-1] == "length"
     assert engine.status().free_blocks == 32
@@ -277,6 +277,22 @@ def test_a_request_can_be_aborted_while_its_grammar_compiles() -> None:
 def test_an_engine_without_a_compiler_says_so() -> None:
     with pytest.raises(InvalidRequest, match="no structured output"):
         engine_with(None).add(make_request("a", [1], structured_outputs=structured(1, 3)))
+
+
+class EndlessGrammar(FakeGrammar):
+    """Allows end-of-text, which ends the answer and is no part of its language."""
+
+    def accept(self, token_id: int) -> bool:
+        return token_id != 9 and super().accept(token_id)
+
+    def _allows(self, token: int) -> bool:
+        return token == 9 if self.count == 2 else super()._allows(token)
+
+
+def test_end_of_text_is_not_shown_to_the_grammar() -> None:
+    engine = engine_with(lambda asked: EndlessGrammar(1, 20))
+    engine.add(make_request("a", [1, 2], eos_token_ids=(9,), structured_outputs=structured(1, 20)))
+    assert run(engine)["a"][-1] == "stop"
 
 
 # When it breaks

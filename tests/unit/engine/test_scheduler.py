@@ -230,12 +230,25 @@ def test_a_preempted_request_goes_before_new_ones() -> None:
         driver.ask(name, [ord(name) % 60] * 9, max_tokens=20)
     while not driver.scheduler.counters.preemptions:
         driver.step()
+    assert [(request.request_id, request.resumed) for request in driver.scheduler.queue] == [("b", True)]
     driver.ask("new", [3], max_tokens=1)
     ended = []
     while driver.engine.has_work:
         ended += [output.request_id for output in driver.step() if output.finish_reason]
     assert ended[0] == "a"
     assert [request.request_id for request in driver.scheduler.queue] == []
+
+
+def test_an_admission_leaves_a_free_block_for_each_running_request() -> None:
+    driver = driver_with(blocks=10, block_size=4, prefix_caching=False)
+    for name, length in (("a", 8), ("b", 8)):
+        driver.ask(name, [1] * length, max_tokens=9)
+    driver.step()
+    driver.ask("c", [2] * 20, max_tokens=1)  # 5 blocks, of 6 that are free
+    driver.step()
+    assert not driver.answers["c"].tokens
+    driver.drain()
+    assert driver.scheduler.counters.preemptions == 0
 
 
 def test_prompt_logprobs_come_once_even_when_preempted_in_the_prompt() -> None:
