@@ -86,7 +86,11 @@ class Driver:
 
     def greedy(self, stream: Stream, count: int) -> list[int]:
         """`count` greedy tokens after the stream's, which are computed first as far as they are not."""
-        token = int(self.prefill(stream)[-1].argmax())
+        return self.greedy_after(stream, self.prefill(stream)[-1], count)
+
+    def greedy_after(self, stream: Stream, logits: torch.Tensor, count: int) -> list[int]:
+        """The same for a stream that is computed, whose last logits are these."""
+        token = int(logits.argmax())
         out = [token]
         while len(out) < count:
             stream.tokens.append(token)

@@ -99,9 +99,10 @@ class SingleGroupOfTwo(SingleGroup):
         self.rank = rank
 
 
-@pytest.mark.parametrize(
-    "stages", [Partition.even(4, 2), Partition(4, ((0, 1), (1, 2), (2, 4))), Partition(4, ((0, 3), (3, 4)))]
-)
+STAGES = [Partition.even(4, 2), Partition(4, ((0, 1), (1, 2), (2, 4))), Partition(4, ((0, 3), (3, 4)))]
+
+
+@pytest.mark.parametrize("stages", STAGES, ids=lambda p: str(p.lengths))
 @pytest.mark.parametrize("family", ["gemma3", "llama", "opt-post-norm"])
 def test_pipeline_stages(family: str, stages: Partition) -> None:
     """The first stage embeds, the last has the head (a tied table is on both), and the hidden state is passed on."""
