@@ -2,40 +2,44 @@
 
 A `GrammarCompiler` belongs to one tokenizer; it checks and compiles what requests ask for (JSON Schema, any JSON
 object, a regular expression, a choice of texts, a Lark or GBNF grammar). A `Grammar` is the state of one answer.
-What a request sends is bounded in size and depth before the library sees it, and the library in the work it may do.
 
-Does not know logits; `fill_mask` gives a bit mask that the sampler applies. Keeps nothing on disk and fetches nothing.
+What a request sends is first bounded in size and depth, then tried in a process that can be killed, and only then
+compiled where it is used, with bounds on the work that each step may take. Nothing is kept on disk or fetched.
+
+Does not know logits: `fill_mask` gives a bit mask, and the sampler applies it.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import threading
 from collections import OrderedDict
-from typing import Protocol
+from typing import Any, Protocol
 
 import llguidance
 import numpy as np
-from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
 from phalanx.config import LimitsConfig
 from phalanx.errors import InvalidRequest, PhalanxError
+from phalanx.killable import Gone, KillablePool, Late
 from phalanx.sampling_params import StructuredOutputs
-from phalanx.structured.json_schema import checked_schema
+from phalanx.structured.translate import Wanted, checked, parser_limits, reason, translate
 
 _KEPT = 32
-"""Compiled grammars that are kept for reuse; the least recently used goes first."""
+"""Compiled grammars kept for reuse; the least recently used goes first."""
+_KEPT_VERDICTS = 1024
+_TRIAL_S = 5.0
+"""Time in which a grammar must be compiled. Real ones take milliseconds, the largest allowed about half a second."""
+_MEMORY = 3 << 30
+"""Bytes of address space of a process that tries grammars, vocabulary included."""
 
 
 class Vocabulary(Protocol):
     """What is needed of a tokenizer (`phalanx.text.tokenizer.Tokenizer` has it)."""
 
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    size: int
+    eos_token_ids: tuple[int, ...]
 
     def to_json(self) -> str: ...
 
@@ -44,6 +48,7 @@ class Grammar:
     """Where one answer is in its grammar. Replaying the same tokens into a new one gives the same state."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, width: int, eos_token_ids: tuple[int, ...]):
+        """`width` is how many tokens `matcher` knows, at least `vocab_size`, the width of logits and masks."""
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
         self._vocab_size = vocab_size
@@ -57,13 +62,19 @@ class Grammar:
         return self._matcher.is_stopped()
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token. False when the grammar does not allow it; the state is then unchanged."""
+        """Go on by one token. False when the grammar does not allow it; the state is then unchanged.
+
+        Raises InvalidRequest when the grammar has become too complex to go on with.
+        """
         if self._matcher.is_stopped():
+            self._check()
             if token_id not in self._eos:
                 return False
             self._after_end += 1
             return True
-        return 0 <= token_id < self._vocab_size and self._matcher.try_consume_tokens([token_id]) == 1
+        accepted = 0 <= token_id < self._vocab_size and self._matcher.try_consume_tokens([token_id]) == 1
+        self._check()
+        return accepted
 
     def fill_mask(self, out: NDArray[np.int32]) -> None:
         """Write which tokens may come next: `out` is int32 [ceil(vocab / 32)], bit t % 32 of word t // 32 is token t.
@@ -74,15 +85,11 @@ class Grammar:
             raise ValueError(f"a mask must be {self._words} contiguous int32 words")
         target = out if self._buffer is None else self._buffer
         self._matcher.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
-        if self._matcher.is_error():
-            raise InvalidRequest(
-                f"The grammar cannot be followed further: {_reason(self._matcher.get_error())}",
-                param="structured_outputs",
-            )
+        self._check()
         if self._buffer is not None:
             out[:] = self._buffer[: self._words]
             if self._vocab_size % 32:
-                out[-1] &= np.int32((1 << (self._vocab_size % 32)) - 1)
+                out[-1] &= np.uint32((1 << (self._vocab_size % 32)) - 1).astype(np.int32)
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` accepted tokens. Raises ValueError when there were fewer."""
@@ -91,9 +98,20 @@ class Grammar:
         if count > undone and not self._matcher.rollback(count - undone):
             raise ValueError(f"cannot undo {count} tokens")
 
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise InvalidRequest(
+                f"The grammar cannot be followed further: {reason(self._matcher.get_error())}",
+                fix="Simplify it.",
+                param="structured_outputs",
+            )
+
 
 class GrammarCompiler:
-    """Checks and compiles for one tokenizer and one width of logits. Safe to use from several threads at once."""
+    """Checks and compiles for one tokenizer and one width of logits. Safe to use from several threads at once.
+
+    A front end calls `validate` before it passes a request on; an engine only calls `compile`, for what has passed.
+    """
 
     def __init__(self, tokenizer: Vocabulary, vocab_size: int, limits: LimitsConfig | None = None):
         """`vocab_size` is the width of the model's logits, which may differ from the tokenizer's size."""
@@ -103,112 +121,96 @@ class GrammarCompiler:
         self._limits = limits or LimitsConfig()
         self._eos = tuple(i for i in tokenizer.eos_token_ids if i < vocab_size)
         self._lock = threading.Lock()
-        self._shared: llguidance.LLTokenizer | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[Wanted, llguidance.LLMatcher] = OrderedDict()
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self._trials = KillablePool(
+            "phalanx.structured.grammar_worker", size=2, memory_bytes=_MEMORY, setup=self._worker_setup
+        )
 
-    def validate(self, wanted: StructuredOutputs) -> None:
-        """Raises InvalidRequest when `wanted` is too large, too deep, malformed or too complex.
+    def validate(self, structured: StructuredOutputs) -> None:
+        """Raises InvalidRequest when it is too large, too deep, malformed, or takes too much time or memory.
 
-        Takes milliseconds as a rule, most of it without Python's lock: call it in a thread, off the event loop."""
-        self._prototype(wanted)
-
-    def compile(self, wanted: StructuredOutputs) -> Grammar:
-        """The start state for one answer. Raises InvalidRequest as `validate` does."""
-        return Grammar(self._prototype(wanted).deep_copy(), self._vocab_size, self._width, self._eos)
-
-    def _prototype(self, wanted: StructuredOutputs) -> llguidance.LLMatcher:
-        """A matcher at its start, from which answers are copied."""
-        grammar, param = to_llguidance(wanted, self._limits)
+        Takes milliseconds as a rule and waits for another process: call it in a thread. The first call starts that
+        process (about half a second). Equal wishes are tried once.
+        """
+        wanted = checked(structured, self._limits)
+        key = hashlib.sha256(f"{wanted.kind}\0{wanted.text}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
-            known = self._compiled.get(grammar)
+            verdict = self._verdicts.get(key)
+        if verdict is None:
+            verdict = self._trial(wanted)
+            with self._lock:
+                self._verdicts[key] = verdict
+                while len(self._verdicts) > _KEPT_VERDICTS:
+                    self._verdicts.popitem(last=False)
+        if verdict:
+            raise _refused(verdict, wanted)
+
+    def compile(self, structured: StructuredOutputs) -> Grammar:
+        """The start state for one answer, of something that `validate` accepts. Raises InvalidRequest."""
+        wanted = checked(structured, self._limits)
+        with self._lock:
+            known = self._compiled.get(wanted)
             if known is not None:
-                self._compiled.move_to_end(grammar)
-                return known
-        matcher = llguidance.LLMatcher(self._llguidance(), grammar, log_level=0, limits=_parser_limits())
-        if matcher.is_error():
+                self._compiled.move_to_end(wanted)
+        if known is None:
+            known = self._prototype(wanted)
+        return Grammar(known.deep_copy(), self._vocab_size, self._width, self._eos)
+
+    def close(self) -> None:
+        """End the process that `validate` started. Idempotent; happens by itself when the object goes."""
+        self._trials.close()
+
+    def _trial(self, wanted: Wanted) -> str:
+        """Why `wanted` is refused; empty when it is not."""
+        try:
+            answer = self._trials.ask({"kind": wanted.kind, "text": wanted.text}, _TRIAL_S)
+        except Late:
+            return f"it takes longer than {_TRIAL_S:g} seconds to compile"
+        except Gone:
+            return "it is too complex"
+        return str(answer["error"])
+
+    def _worker_setup(self) -> dict[str, Any]:
+        return {"tokenizer": self._tokenizer.to_json(), "width": self._width, "eos": list(self._ends())}
+
+    def _ends(self) -> tuple[int, ...]:
+        if not self._eos:
             raise InvalidRequest(
-                f"The grammar cannot be used: {_reason(matcher.get_error())}",
-                param=param,
-                code="invalid_json_schema" if wanted.json is not None else None,
+                "Structured outputs need a tokenizer with an end-of-text token.", param="structured_outputs"
             )
+        return self._eos
+
+    def _prototype(self, wanted: Wanted) -> llguidance.LLMatcher:
+        """A matcher at its start, from which answers are copied."""
+        try:
+            grammar = translate(wanted.kind, wanted.text)
+        except ValueError as error:
+            raise _refused(str(error), wanted) from None
+        matcher = llguidance.LLMatcher(self._shared(), grammar, log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise _refused(reason(matcher.get_error()), wanted)
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[wanted] = matcher
             while len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
         return matcher
 
-    def _llguidance(self) -> llguidance.LLTokenizer:
+    def _shared(self) -> llguidance.LLTokenizer:
         """The vocabulary in the library's form, made when first needed (0.2 s for 50,000 tokens)."""
         with self._lock:
-            if self._shared is None:
-                if not self._eos:
-                    raise InvalidRequest(
-                        "Structured outputs need a tokenizer with an end-of-text token.", param="structured_outputs"
-                    )
+            if self._vocabulary is None:
                 try:
-                    self._shared = llguidance.LLTokenizer(
-                        self._tokenizer.to_json(), n_vocab=self._width, eos_token=list(self._eos)
+                    self._vocabulary = llguidance.LLTokenizer(
+                        self._tokenizer.to_json(), n_vocab=self._width, eos_token=list(self._ends())
                     )
                 except ValueError as error:
-                    raise PhalanxError(f"Structured outputs cannot use this tokenizer: {_reason(str(error))}") from None
-            return self._shared
+                    raise PhalanxError(f"Structured outputs cannot use this tokenizer: {reason(str(error))}") from None
+            return self._vocabulary
 
 
-def to_llguidance(wanted: StructuredOutputs, limits: LimitsConfig) -> tuple[str, str]:
-    """What `wanted` asks for as the library's grammar text, and the parameter's name. Raises InvalidRequest."""
-    size, depth = limits.max_grammar_bytes, limits.max_grammar_depth
-    matcher = llguidance.LLMatcher
-    if wanted.json is not None:
-        param = "structured_outputs.json"
-        schema = checked_schema(wanted.json, max_bytes=size, max_depth=depth, param=param)
-        return json.dumps({"grammars": [{"json_schema": json.loads(schema)}]}), param
-    if wanted.json_object:
-        return matcher.grammar_from_json_schema({"type": "object"}), "structured_outputs.json_object"
-    if wanted.choice is not None:
-        param = "structured_outputs.choice"
-        if not all(wanted.choice):
-            raise InvalidRequest("`choice` must not contain an empty string.", param=param)
-        _check_size("choice", sum(map(len, wanted.choice)) + len(wanted.choice), size, param)
-        return matcher.grammar_from_lark("start: " + " | ".join(map(_literal, dict.fromkeys(wanted.choice)))), param
-    if wanted.regex is not None:
-        param = "structured_outputs.regex"
-        _check_size("regex", len(wanted.regex), size, param)
-        _check_nesting("regex", wanted.regex, depth, param)
-        return matcher.grammar_from_regex(wanted.regex), param
-    param, text = "structured_outputs.grammar", wanted.grammar or ""
-    _check_size("grammar", len(text), size, param)
-    _check_nesting("grammar", text, depth, param)
-    try:
-        return matcher.grammar_from_lark(any_to_lark(text)), param
-    except Exception as error:  # its own exception type, and whatever a broken grammar trips in it
-        raise InvalidRequest(f"The grammar is not valid: {_reason(str(error))}", param=param) from None
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _check_size(name: str, size: int, most: int, param: str) -> None:
-    if size > most:
-        raise InvalidRequest(f"`{name}` is larger than {most} bytes.", fix="Send a smaller one.", param=param)
-
-
-def _check_nesting(name: str, text: str, most: int, param: str) -> None:
-    """Brackets open at the same time, wherever they stand: an upper bound of the nesting that a parser can meet."""
-    depth = 0
-    for char in text:
-        if char in "([{":
-            depth += 1
-            if depth > most:
-                raise InvalidRequest(f"`{name}` is nested deeper than {most} levels.", fix="Flatten it.", param=param)
-        elif char in ")]}" and depth:
-            depth -= 1
-
-
-def _parser_limits() -> llguidance.LLParserLimits:
-    return llguidance.LLParserLimits(max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
-
-
-def _reason(message: str) -> str:
-    """The library's message on one line, without the grammar it may quote at length."""
-    return " ".join(message.split())[:200]
+def _refused(why: str, wanted: Wanted) -> InvalidRequest:
+    what = {"json": "JSON Schema"}.get(wanted.kind, f"`{wanted.kind}`")
+    code = "invalid_json_schema" if wanted.kind == "json" else None
+    return InvalidRequest(f"The {what} cannot be used: {why}.", param=wanted.param, code=code)

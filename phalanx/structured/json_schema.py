@@ -10,8 +10,6 @@ from typing import Any
 
 from phalanx.errors import InvalidRequest
 
-Schema = dict[str, Any] | bool
-
 
 def checked_schema(schema: dict[str, Any] | str | bool, *, max_bytes: int, max_depth: int, param: str) -> str:
     """The schema as compact JSON text.
@@ -21,49 +19,41 @@ def checked_schema(schema: dict[str, Any] | str | bool, *, max_bytes: int, max_d
     """
     if isinstance(schema, str):
         if len(schema) > max_bytes:
-            _too_large(max_bytes, param)
+            raise _too_large(max_bytes, param)
         _check_text_depth(schema, max_depth, param)
         try:
             schema = json.loads(schema, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
-            raise InvalidRequest(
-                "The JSON Schema is not valid JSON.", param=param, code="invalid_json_schema"
-            ) from None
+            raise _invalid("The JSON Schema is not valid JSON.", param) from None
     if not isinstance(schema, (dict, bool)):
-        raise InvalidRequest("A JSON Schema must be an object.", param=param, code="invalid_json_schema")
-    _walk(schema, max_depth, param)
+        raise _invalid("A JSON Schema must be an object.", param)
     try:
         text = json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
         size = len(text.encode("utf-8"))
+    except RecursionError:
+        raise _too_deep(max_depth, param) from None
     except (TypeError, ValueError):  # lone surrogates, numbers that JSON lacks, values that are not JSON
-        raise InvalidRequest(
-            "The JSON Schema holds a value that JSON cannot express.", param=param, code="invalid_json_schema"
-        ) from None
+        raise _invalid("The JSON Schema holds a value that JSON cannot express.", param) from None
     if size > max_bytes:
-        _too_large(max_bytes, param)
+        raise _too_large(max_bytes, param)
+    _walk(schema, max_depth, param)
     return text
+
+
+def _invalid(message: str, param: str, fix: str | None = None) -> InvalidRequest:
+    return InvalidRequest(message, fix=fix, param=param, code="invalid_json_schema")
+
+
+def _too_large(max_bytes: int, param: str) -> InvalidRequest:
+    return _invalid(f"The JSON Schema is larger than {max_bytes} bytes.", param, "Send a smaller one.")
+
+
+def _too_deep(max_depth: int, param: str) -> InvalidRequest:
+    return _invalid(f"The JSON Schema is nested deeper than {max_depth} levels.", param, "Flatten it with $defs.")
 
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(name)
-
-
-def _too_large(max_bytes: int, param: str) -> None:
-    raise InvalidRequest(
-        f"The JSON Schema is larger than {max_bytes} bytes.",
-        fix="Send a smaller one.",
-        param=param,
-        code="invalid_json_schema",
-    )
-
-
-def _too_deep(max_depth: int, param: str) -> None:
-    raise InvalidRequest(
-        f"The JSON Schema is nested deeper than {max_depth} levels.",
-        fix="Flatten it with $defs.",
-        param=param,
-        code="invalid_json_schema",
-    )
 
 
 def _check_text_depth(text: str, max_depth: int, param: str) -> None:
@@ -82,40 +72,30 @@ def _check_text_depth(text: str, max_depth: int, param: str) -> None:
         elif char in "{[":
             depth += 1
             if depth > max_depth:
-                _too_deep(max_depth, param)
+                raise _too_deep(max_depth, param)
         elif char in "}]":
             depth -= 1
 
 
-def _walk(schema: Schema, max_depth: int, param: str) -> None:
+def _walk(schema: dict[str, Any] | bool, max_depth: int, param: str) -> None:
     """Depth and references, level by level, so that no nesting can exhaust the stack."""
     level: list[Any] = [schema]
     depth = 0
     while level:
         depth += 1
         if depth > max_depth + 1:  # the last level may hold leaves
-            _too_deep(max_depth, param)
+            raise _too_deep(max_depth, param)
         below: list[Any] = []
         for node in level:
             if isinstance(node, dict):
-                for key, value in node.items():
-                    if not isinstance(key, str):
-                        raise InvalidRequest(
-                            "The keys of a JSON Schema must be strings.", param=param, code="invalid_json_schema"
+                for key in ("$ref", "$dynamicRef", "$recursiveRef"):
+                    if isinstance(target := node.get(key), str) and not target.startswith("#"):
+                        raise _invalid(
+                            f"A `{key}` of the JSON Schema leaves the document; nothing is fetched.",
+                            param,
+                            "Put what it refers to under $defs.",
                         )
-                    if key in ("$ref", "$dynamicRef", "$recursiveRef") and isinstance(value, str):
-                        _check_reference(value, param)
                 below.extend(node.values())
             elif isinstance(node, (list, tuple)):
                 below.extend(node)
         level = below
-
-
-def _check_reference(reference: str, param: str) -> None:
-    if not reference.startswith("#"):
-        raise InvalidRequest(
-            "A `$ref` of the JSON Schema leaves the document; nothing is fetched.",
-            fix="Put what it refers to under $defs.",
-            param=param,
-            code="invalid_json_schema",
-        )

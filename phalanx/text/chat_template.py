@@ -9,15 +9,6 @@ Also flattens message content given in parts. Does not fetch images, and does no
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import select
-import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,13 +16,14 @@ from typing import Any
 import jinja2
 
 from phalanx.errors import ConfigError, InvalidRequest
+from phalanx.killable import Gone, KillablePool, Late
 
 MAX_SOURCE = 1 << 20
 """Characters of the longest template. The longest published ones have about 30,000."""
 MAX_OUTPUT = 16 << 20
 """Characters of the longest prompt that a template may make."""
 _MEMORY = 768 << 20
-_START_S = 20.0
+"""Bytes of address space of a process that renders."""
 
 
 class ChatTemplate:
@@ -54,14 +46,16 @@ class ChatTemplate:
         self._max_output = max_output
         if source is not None:
             check_syntax(source)
-        self._pool = _Pool(processes)
-        self.close = weakref.finalize(self, self._pool.close)
-        """Ends the processes. Idempotent; happens by itself when the object goes."""
+        self._pool = KillablePool("phalanx.text.template_worker", size=processes, memory_bytes=_MEMORY)
 
     def start(self) -> None:
         """Start a process now, so that the first request does not wait for it."""
         if self.source is not None:
             self._pool.start()
+
+    def close(self) -> None:
+        """End the processes. Idempotent; happens by itself when the object goes."""
+        self._pool.close()
 
     def render(
         self,
@@ -89,28 +83,30 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             "tools": list(tools) if tools else None,
         }
+        request = {"template": self.source, "variables": variables, "limit": self._max_output}
         try:
-            request = json.dumps({"template": self.source, "variables": variables, "limit": self._max_output})
-        except (TypeError, ValueError, RecursionError):
-            raise InvalidRequest(
-                "The messages hold something that is not JSON, or is nested too deeply.", param="messages"
-            ) from None
-        reply = self._pool.ask(request.encode("ascii"), self._timeout_s)
-        if "text" in reply:
-            return reply["text"]
-        raise InvalidRequest(self._explain(reply), param="messages")
-
-    def _explain(self, reply: dict[str, str]) -> str:
-        detail = " ".join(reply["error"].split())[:500]
-        match reply["kind"]:
+            reply = self._pool.ask(request, self._timeout_s)
+        except ValueError:
+            kind, detail = "template", "they hold something that is not JSON, or are nested too deeply"
+        except Late:
+            kind, detail = "time", ""
+        except Gone:
+            kind, detail = "size", ""
+        else:
+            if "text" in reply:
+                text: str = reply["text"]
+                return text
+            kind, detail = reply["kind"], " ".join(reply["error"].split())[:500]
+        match kind:
             case "time":
-                return f"The chat template took longer than the {self._timeout_s:g} seconds it may take."
+                why = f"The chat template took longer than the {self._timeout_s:g} seconds it may take."
             case "size":
-                return f"The chat template made more than {self._max_output} characters, or needed too much memory."
+                why = f"The chat template made more than {self._max_output} characters, or needed too much memory."
             case "security":
-                return f"The chat template did something that templates must not do: {detail}"
+                why = f"The chat template did something that templates must not do: {detail}"
             case _:
-                return f"The chat template cannot take these messages: {detail}"
+                why = f"The chat template cannot take these messages: {detail}"
+        raise InvalidRequest(why, param="messages")
 
 
 def check_syntax(source: str) -> None:
@@ -181,137 +177,3 @@ def flatten_content(content: Any) -> str | None:
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
     """Templates ask whether a key is there; `"tool_calls": null` must look as if it were not."""
     return {key: value for key, value in message.items() if value is not None}
-
-
-class _Gone(Exception):
-    """The process ended by itself."""
-
-
-class _Late(Exception):
-    """The process did not answer in time."""
-
-
-class _Process:
-    """One template worker. After an exception it is dead."""
-
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("template_worker.py")
-        # Its environment holds only the way to jinja2, so that a template could not even find a secret there; in its
-        # own session it does not get the terminal's Ctrl-C.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(script), str(_MEMORY)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env={"PYTHONPATH": ":".join(path for path in sys.path if path)},
-        )
-        if self._process.stdin is None or self._process.stdout is None:
-            raise OSError("no pipes")
-        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
-
-    def ask(self, request: bytes, timeout_s: float) -> dict[str, str]:
-        """Raises _Late or _Gone."""
-        deadline = time.monotonic() + timeout_s
-        try:
-            self._write(len(request).to_bytes(4, "big") + request, deadline)
-            size = int.from_bytes(self._read(4, deadline), "big")
-            answer: dict[str, str] = json.loads(self._read(size, deadline))
-            return answer
-        except BaseException:
-            self.kill()
-            raise
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
-
-    def _write(self, data: bytes, deadline: float) -> None:
-        view = memoryview(data)
-        while view:
-            _await(self._in, select.POLLOUT, deadline)
-            try:
-                view = view[os.write(self._in, view) :]
-            except BrokenPipeError:
-                raise _Gone from None
-            except BlockingIOError:
-                continue
-
-    def _read(self, count: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            _await(self._out, select.POLLIN, deadline)
-            try:
-                piece = os.read(self._out, min(count - len(data), 1 << 20))
-            except BlockingIOError:
-                continue
-            if not piece:
-                raise _Gone
-            data += piece
-        return bytes(data)
-
-
-def _await(descriptor: int, event: int, deadline: float) -> None:
-    poll = select.poll()
-    poll.register(descriptor, event)
-    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise _Late
-
-
-class _Pool:
-    """Up to `size` processes, started when first needed and kept. Thread-safe."""
-
-    def __init__(self, size: int):
-        self._slots = threading.BoundedSemaphore(size)
-        self._idle: list[_Process] = []
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def ask(self, request: bytes, timeout_s: float) -> dict[str, str]:
-        with self._slots:
-            for process, fresh in ((self._idle_one(), False), (None, True)):
-                if process is None and not fresh:
-                    continue
-                try:
-                    if process is None:
-                        process = _Process()
-                        process.ask(_PROBE, _START_S)
-                    answer = process.ask(request, timeout_s)
-                except _Late:
-                    return {"kind": "time", "error": ""}
-                except _Gone:  # an idle process may have been killed by somebody; a fresh one died of this template
-                    continue
-                self._keep(process)
-                return answer
-            return {"kind": "size", "error": ""}
-
-    def start(self) -> None:
-        """One process that has rendered something."""
-        self.ask(_PROBE, _START_S)
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed, idle = True, self._idle
-            self._idle = []
-        for process in idle:
-            process.kill()
-
-    def _idle_one(self) -> _Process | None:
-        with self._lock:
-            return self._idle.pop() if self._idle else None
-
-    def _keep(self, process: _Process) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(process)
-                return
-        process.kill()
-
-
-_PROBE = json.dumps({"template": "", "variables": {}, "limit": 0}).encode("ascii")

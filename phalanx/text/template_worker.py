@@ -1,20 +1,18 @@
-"""The process that renders chat templates: reads requests from standard input, writes answers to standard output.
+"""The process that renders chat templates.
 
 A template comes with a model, so it is somebody else's program. It runs in jinja2's immutable sandbox, in a process of
-its own that holds no secrets, has little memory and is killed when it takes too long. The script imports nothing of
-Phalanx, so that it starts quickly and knows nothing.
+its own (`phalanx.killable`) that holds no secrets. The module imports nothing that is not needed, to start quickly.
 
-A message is a 4-byte big-endian length and that much JSON. A request is {template, variables, limit}, an answer
-{"text"} or {"error", "kind"} with kind template (the template refused or failed), syntax, security or size.
+A request is {template, variables, limit}, an answer {text} or {error, kind} with kind template (it refused or failed),
+syntax, security or size.
 """
 
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from datetime import datetime
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.exceptions
@@ -23,8 +21,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-ALARM_S = 30
-"""A render that outlives its reader ends after this long, inside C code too."""
+from phalanx.killable import serve
+
 _CACHED = 64
 
 
@@ -107,24 +105,9 @@ def answer(environment: Sandbox, templates: dict[str, jinja2.Template], request:
         return {"kind": "template", "error": f"{type(error).__name__}: {error}"}
 
 
-def read_exactly(stream: BinaryIO, count: int) -> bytes | None:
-    data = stream.read(count)
-    return data if len(data) == count else None
-
-
 def main(memory_bytes: int) -> None:
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    source, target = sys.stdin.buffer, sys.stdout.buffer
     environment, templates = Sandbox(), dict[str, jinja2.Template]()
-    while (head := read_exactly(source, 4)) and (body := read_exactly(source, int.from_bytes(head, "big"))):
-        signal.alarm(ALARM_S)
-        reply = json.dumps(answer(environment, templates, json.loads(body))).encode("ascii")
-        signal.alarm(0)
-        target.write(len(reply).to_bytes(4, "big") + reply)
-        target.flush()
+    serve(lambda request: answer(environment, templates, request) if request else {}, memory_bytes)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,200 @@
+"""Processes for work that somebody else has written: a chat template, a grammar. They can be killed, and are.
+
+A thread cannot be ended and C code cannot be interrupted; a process can. A pool keeps a few, starts them when first
+needed, gives each one job at a time, and kills one whose job takes too long. A process has little memory, none of the
+parent's environment, and ends with its parent.
+
+Between parent and child go frames: a 4-byte big-endian length and that much JSON. Does not say what jobs are: the child
+is a module with a `main` that calls `serve`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from phalanx.errors import Unavailable
+
+_START_S = 30.0
+"""Time for a process to start on a busy machine; it is never part of a job's time."""
+_ALARM_S = 60
+"""A job that outlives its parent ends after this long."""
+
+Frame = dict[str, Any]
+
+
+class Late(Exception):
+    """The job took longer than allowed; its process has been killed."""
+
+
+class Gone(Exception):
+    """The job ended its process: it crashed, or had too little memory."""
+
+
+class KillablePool:
+    """Up to `size` processes that run `module`. Thread-safe."""
+
+    def __init__(self, module: str, *, size: int, memory_bytes: int, setup: Callable[[], Frame] | None = None):
+        """`setup` gives a first frame for each new process; it answers that one like any other."""
+        self._arguments = [module, str(memory_bytes)]
+        self._setup = setup
+        self._slots = threading.BoundedSemaphore(size)
+        self._idle: list[_Process] = []
+        self._lock = threading.Lock()
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _close, self._idle)
+
+    def ask(self, request: Frame, timeout_s: float) -> Frame:
+        """The answer to `request`. Raises Late or Gone, ValueError for what JSON cannot express, and Unavailable when
+        no process can be started."""
+        try:
+            data = json.dumps(request).encode("ascii")
+        except (TypeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        with self._slots:
+            if (process := self._take()) is not None:
+                with contextlib.suppress(Gone):  # somebody may have killed it while it was idle: try a new one
+                    return self._run(process, data, timeout_s)
+            return self._run(self._new(), data, timeout_s)
+
+    def start(self) -> None:
+        """Have one process ready, so that the first job does not wait for it. Raises Unavailable."""
+        with self._slots:
+            process = self._take() or self._new()
+            self._keep(process)
+
+    def close(self) -> None:
+        """End the processes; jobs that run end with Gone or come to an end. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._finalizer()
+
+    def _run(self, process: _Process, data: bytes, timeout_s: float) -> Frame:
+        answer = process.ask(data, timeout_s)
+        self._keep(process)
+        return answer
+
+    def _new(self) -> _Process:
+        first = json.dumps(self._setup() if self._setup else {}).encode("ascii")
+        try:
+            process = _Process(self._arguments)
+            process.ask(first, _START_S)
+        except (Late, Gone, OSError):
+            raise Unavailable("A helper process could not be started; the machine may be out of memory.") from None
+        return process
+
+    def _take(self) -> _Process | None:
+        with self._lock:
+            return self._idle.pop() if self._idle else None
+
+    def _keep(self, process: _Process) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(process)
+                return
+        process.kill()
+
+
+def _close(idle: list[_Process]) -> None:
+    while idle:
+        idle.pop().kill()
+
+
+class _Process:
+    """One child. After an exception of `ask` it is dead."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        # The environment holds only the way to the modules, so that no secret is near; in a session of its own the
+        # child does not get the terminal's Ctrl-C.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"},
+        )
+        if self._process.stdin is None or self._process.stdout is None:
+            raise Gone
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)
+        os.set_blocking(self._out, False)
+
+    def ask(self, data: bytes, timeout_s: float) -> Frame:
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._write(len(data).to_bytes(4, "big") + data, deadline)
+            size = int.from_bytes(self._read(4, deadline), "big")
+            answer: Frame = json.loads(self._read(size, deadline))
+            return answer
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        view = memoryview(data)
+        while view:
+            _await(self._in, select.POLLOUT, deadline)
+            try:
+                view = view[os.write(self._in, view) :]
+            except BrokenPipeError:
+                raise Gone from None
+            except BlockingIOError:
+                continue
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            _await(self._out, select.POLLIN, deadline)
+            try:
+                piece = os.read(self._out, min(count - len(data), 1 << 20))
+            except BlockingIOError:
+                continue
+            if not piece:
+                raise Gone
+            data += piece
+        return bytes(data)
+
+
+def _await(descriptor: int, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        raise Late
+
+
+def serve(handle: Callable[[Frame], Frame], memory_bytes: int) -> None:
+    """The child's loop: answer frames until the parent closes the pipe."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    while len(head := source.read(4)) == 4:
+        size = int.from_bytes(head, "big")
+        body = source.read(size)
+        if len(body) < size:
+            return
+        signal.alarm(_ALARM_S)
+        reply = json.dumps(handle(json.loads(body))).encode("ascii")
+        signal.alarm(0)
+        target.write(len(reply).to_bytes(4, "big") + reply)
+        target.flush()
