@@ -25,9 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+import msgspec
+
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineClient, EngineInfo, EngineStatus
-from phalanx.engine.input_processor import InputProcessor
+from phalanx.engine.input_processor import InputProcessor, check_text
 from phalanx.engine.output_processor import OutputProcessor
 from phalanx.engine.request_stream import RequestStream
 from phalanx.engine.router import Router
@@ -172,6 +174,7 @@ class AsyncEngine:
             raise ConfigError("An engine client needs a tokenizer beside it.", fix="Give AsyncEngine a tokenizer.")
         source = load_source(model.chat_template, self.tokenizer.chat_template)
         self._template = ChatTemplate(source, self.tokenizer.special_tokens)
+        self._template.start()
 
     @property
     def chat_template(self) -> ChatTemplate | None:
@@ -205,6 +208,7 @@ class AsyncEngine:
         arrival = time.monotonic()
         number = next(self._count)
         request_id = request_id if request_id is not None else f"request-{number}"
+        check_text("request_id", request_id)
         # Callers' ids need not be unique, the engine's are.
         process = partial(
             inputs.process,
@@ -268,7 +272,7 @@ class AsyncEngine:
             return EngineStatus(state="failed" if self._state == "closed" else self._state, heartbeat=time.time())
         status = self._client.status()
         if self._state == "draining" and status.state == "ready":
-            status.state = "draining"
+            return msgspec.structs.replace(status, state="draining")
         return status
 
     async def drain(self, timeout: float) -> bool:

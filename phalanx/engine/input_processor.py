@@ -8,6 +8,7 @@ request can be started again anywhere. Does no I/O; tokenising a long text takes
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable
@@ -97,16 +98,15 @@ class InputProcessor:
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"Sampling parameters must be SamplingParams, got {type(params).__name__}.")
         self._check_limits(params)
-        self._check_vocabulary(params)
+        self._check_values(params)
         _check_int("priority", priority)
-        if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT:
-            raise InvalidRequest(f"`cache_salt` must be a text of at most {_MAX_SALT} characters.", param="cache_salt")
+        check_text("cache_salt", cache_salt)
+        if len(cache_salt) > _MAX_SALT:
+            raise InvalidRequest(f"`cache_salt` may have at most {_MAX_SALT} characters.", param="cache_salt")
         token_ids = self._tokens(prompt, add_special_tokens, source)
         params = self._resolve(params, len(token_ids), source)
         if params.structured_outputs is not None:
-            if self._validate_grammar is None:
-                raise InvalidRequest("Structured outputs are not available here.", param="structured_outputs")
-            self._validate_grammar(params.structured_outputs)
+            params = dataclasses.replace(params, structured_outputs=self._structure(params.structured_outputs))
         bad_words = self._bad_words(params.bad_words)
         # Prompt log-probabilities are the same for every choice; asking once keeps the others' prompt cacheable.
         later = params if params.prompt_logprobs is None else dataclasses.replace(params, prompt_logprobs=None)
@@ -147,7 +147,10 @@ class InputProcessor:
                     param=name,
                 )
 
-    def _check_vocabulary(self, params: SamplingParams) -> None:
+    def _check_values(self, params: SamplingParams) -> None:
+        for name, texts in (("stop", params.stop), ("bad_words", params.bad_words)):
+            for text in texts:
+                check_text(name, text)
         for name, ids in (
             ("logit_bias", params.logit_bias),
             ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -227,6 +230,20 @@ class InputProcessor:
             seed = secrets.randbits(64)
         return dataclasses.replace(params, max_tokens=max_tokens, seed=seed % 2**64)
 
+    def _structure(self, wanted: StructuredOutputs) -> StructuredOutputs:
+        """Validated, and with a schema as text: the wire carries no integer above 64 bits, text carries any."""
+        for name in ("regex", "grammar"):
+            check_text(f"structured_outputs.{name}", getattr(wanted, name) or "")
+        for choice in wanted.choice or ():
+            check_text("structured_outputs.choice", choice)
+        if self._validate_grammar is None:
+            raise InvalidRequest("Structured outputs are not available here.", param="structured_outputs")
+        self._validate_grammar(wanted)
+        if wanted.json is None or isinstance(wanted.json, str):
+            check_text("structured_outputs.json", wanted.json or "")
+            return wanted
+        return dataclasses.replace(wanted, json=json.dumps(wanted.json))
+
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word's tokens at the start of a text and after a space: most vocabularies spell the two differently."""
         found: dict[tuple[int, ...], None] = {}
@@ -237,6 +254,17 @@ class InputProcessor:
                 if ids and all(0 <= token < self._vocab_size for token in ids):
                     found[ids] = None
         return tuple(found)
+
+
+def check_text(name: str, text: Any) -> None:
+    """Raises InvalidRequest unless `text` is a string of whole characters: JSON can write half of a surrogate pair."""
+    try:
+        if isinstance(text, str):
+            text.encode()
+            return
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"`{name}` holds half of a surrogate pair, which is no character.", param=name) from None
+    raise InvalidRequest(f"`{name}` must be a text, got {type(text).__name__}.", param=name)
 
 
 def _longest(texts: tuple[str, ...]) -> int:

@@ -134,8 +134,11 @@ class Replica:
         command = [sys.executable, "-P", "-m", "phalanx.engine.core"]  # -P: the current folder is no place for modules
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         with theirs:
-            # Standard output is the caller's; whatever libraries print goes to standard error.
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2)
+            # Standard output is the caller's; whatever libraries print goes to standard error. A process group of its
+            # own: Ctrl-C on a terminal reaches this process alone, also while the new one is not yet able to ignore it.
+            self._process = subprocess.Popen(
+                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2, process_group=0
+            )
         self._socket = ours
 
     def configure(self, config: EngineConfig, name: str) -> None:
@@ -193,7 +196,7 @@ class Replica:
 
     async def _read(self) -> None:
         """Hand out everything the engine sends, until it is gone."""
-        cause: BaseException | None = None
+        cause: Exception | None = None
         while cause is None:
             try:
                 message = await self._receive()
@@ -257,11 +260,15 @@ class Replica:
             return
         if rid in self._mailboxes:
             raise InvalidRequest(f"A request with the id '{rid}' is running.")
+        try:
+            message = submit(request)
+        except (ValueError, OverflowError, TypeError):
+            raise InvalidRequest("The request holds a value that cannot be sent to the engine.") from None
         mailbox = self._mailboxes[rid] = _Mailbox(start)
         self._idle.clear()
         finished = False
         try:
-            await self._send(submit(request))
+            await self._send(message)
             while not finished:
                 output = await mailbox.take()
                 finished = output.finish_reason is not None

@@ -20,6 +20,7 @@ from phalanx.errors import (
     QueueFull,
 )
 from tests.helpers.byte_tokenizer import byte_tokenizer
+from tests.helpers.processes import until
 
 TOKENIZER = byte_tokenizer()
 
@@ -119,9 +120,8 @@ async def test_a_stop_string_ends_the_work_though_nobody_reads():
     client = EchoEngine(delay=0.001)
     engine = await start(client)
     stream = await engine.submit("abcd", params(max_tokens=4000, stop=("da",)))
-    await asyncio.sleep(0.1)
-    assert client.status().running == 0
-    assert client.status().computed_tokens < 50
+    await until(lambda: not client.status().running)
+    assert client.status().computed_tokens == 5
     assert await text_of(stream) == "abc"
     await engine.close()
 
@@ -129,10 +129,9 @@ async def test_a_stop_string_ends_the_work_though_nobody_reads():
 async def test_a_slow_reader_gets_one_merged_delta_and_delays_nobody():
     engine = await start()
     slow = await engine.submit("ab", params(max_tokens=1000, logprobs=0))
-    begin = time.perf_counter()
     assert len(await text_of(await engine.submit("cd", params(max_tokens=100)))) == 100
-    assert time.perf_counter() - begin < 1
-    await asyncio.sleep(0.3)
+    assert slow.running  # the other has finished first
+    await until(lambda: not slow.running)
     deltas = [delta async for delta in slow]
     assert len(deltas) == 1
     (choice,) = deltas[0].outputs
@@ -250,7 +249,7 @@ async def test_two_thousand_requests_at_once():
     prompts = [str(number) for number in range(2000)]
     results = await asyncio.gather(*(text_of(engine.generate(p, params(max_tokens=len(p) * 2))) for p in prompts))
     assert results == [p * 2 for p in prompts]
-    assert time.perf_counter() - begin < 10
+    assert time.perf_counter() - begin < 30
     assert engine.status().running == 0
     await engine.close()
 

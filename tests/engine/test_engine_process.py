@@ -27,7 +27,7 @@ from phalanx.engine.router import Router
 from phalanx.errors import EngineDead, InvalidRequest, NotEnoughMemory, PhalanxError, UserError
 from phalanx.step import TokenLogprobs
 from tests.helpers.engine_requests import collect, engine_request, tokens_of
-from tests.helpers.processes import alive, descendants, gone_within
+from tests.helpers.processes import alive, descendants, gone_within, until
 from tests.helpers.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,8 +229,7 @@ async def test_a_request_outlives_a_killed_engine_process(model, expected):
     drawn = [{"temperature": i % 2, "seed": i, "ignore_eos": True, "max_tokens": 200} for i in range(6)]
     requests = [engine_request(f"r{i}", prompt=(i, 5, 6), **params) for i, params in enumerate(drawn)]
     streams = [asyncio.create_task(collect(router.generate(request))) for request in requests]
-    while router.status().computed_tokens < 60:  # noqa: ASYNC110 (it is another process that counts)
-        await asyncio.sleep(0.005)
+    await until(lambda: router.status().computed_tokens >= 60)
     os.kill(replicas[0].pid, signal.SIGKILL)
     for request, outputs in zip(requests, await asyncio.gather(*streams), strict=True):
         prompt = {"prompt_token_ids": request.prompt_token_ids}

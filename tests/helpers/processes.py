@@ -1,5 +1,6 @@
 """Looking at processes from outside."""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -25,6 +26,15 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    """Let the event loop run until `condition` holds. Raises TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("it did not come to that")
+        await asyncio.sleep(0.005)
 
 
 def descendants() -> set[int]:

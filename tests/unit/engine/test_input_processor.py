@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import time
 
 import pytest
@@ -257,3 +258,35 @@ def test_requests_are_complete_for_the_wire():
     request = one(processor(), "x", max_tokens=None)
     assert None not in (request.sampling.seed, request.sampling.max_tokens)
     assert dataclasses.is_dataclass(request.sampling)
+
+
+LONE = "x\ud800"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"stop": (LONE,)},
+        {"bad_words": (LONE,)},
+        {"structured_outputs": StructuredOutputs(regex=LONE)},
+        {"structured_outputs": StructuredOutputs(choice=("a", LONE))},
+        {"structured_outputs": StructuredOutputs(grammar=LONE)},
+        {"structured_outputs": StructuredOutputs(json=LONE)},
+    ],
+)
+def test_half_characters_are_refused(params):
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        one(processor(validate_grammar=lambda wanted: None), "x", **params)
+
+
+def test_half_characters_in_a_salt_are_refused():
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        processor().process("r", "x", SamplingParams(), cache_salt=LONE)
+
+
+def test_schemas_travel_as_text():
+    schema = {"type": "integer", "maximum": 10**30, "title": LONE}
+    inputs = processor(validate_grammar=lambda wanted: None)
+    request = one(inputs, "x", structured_outputs=StructuredOutputs(json=schema))
+    assert json.loads(request.sampling.structured_outputs.json) == schema
+    request.sampling.structured_outputs.json.encode()
