@@ -1,16 +1,20 @@
-"""How ranks of one group exchange tensors: the `Group` protocol, and the group of one.
+"""How ranks of one group exchange tensors: the `Group` protocol, the group of one, and handles that outlive an epoch.
 
-Every call is made by all ranks of the group, in the same order, with shapes that fit. A result may share memory with
-the input of the same rank (in a group of one it is the input). Real transports come behind the same protocol.
+Every call is made by all ranks of the group, in the same order, with shapes that fit; a rank that makes another call
+than its peers is found out, and everybody gets `transports.abort.GroupBroken`. A result may share memory with the
+input of the same rank (in a group of one it is the input), and an exchange may overwrite its input: whoever needs it
+afterwards keeps a copy. Real transports come behind the same protocol.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn, Protocol
 
 import torch
+
+from phalanx.distributed.transports.abort import GroupBroken
 
 
 class Group(Protocol):
@@ -80,6 +84,39 @@ class SingleGroup:
         return None
 
 
+def _unbound(self: GroupHandle, *args: Any, **kwargs: Any) -> NoReturn:
+    raise GroupBroken("The group is not connected in this epoch.")
+
+
+class GroupHandle:
+    """A group whose transport changes from epoch to epoch, so that layers are built once and keep their reference.
+
+    `bind` puts the bound methods of the epoch's group on the handle itself, so that a call costs nothing extra. An
+    unbound handle raises GroupBroken. `rank` and `size` never change. Whoever binds closes the group.
+    """
+
+    _OPERATIONS = (
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier",
+    )  # fmt: skip
+
+    def __init__(self, rank: int, size: int):
+        self.rank, self.size = rank, size
+
+    def bind(self, group: Group) -> None:
+        """Raises ValueError for a group of another size, or in which this rank has another number."""
+        if (group.rank, group.size) != (self.rank, self.size):
+            raise ValueError(f"rank {self.rank} of {self.size} cannot become rank {group.rank} of {group.size}")
+        for name in self._OPERATIONS:
+            setattr(self, name, getattr(group, name))
+
+    def unbind(self) -> None:
+        """Lets go of the epoch's group. Idempotent."""
+        for name in self._OPERATIONS:
+            self.__dict__.pop(name, None)
+
+    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = send = recv = barrier = _unbound
+
+
 @dataclass(frozen=True)
 class Groups:
     """One rank's groups, one per axis of the mesh."""
@@ -88,3 +125,31 @@ class Groups:
     pp: Group = field(default_factory=SingleGroup)
     cp: Group = field(default_factory=SingleGroup)
     tp: Group = field(default_factory=SingleGroup)
+
+    def handles(self) -> Groups:
+        """The same groups behind handles, which `bind` can give other transports; a group of one needs no handle."""
+        return Groups(**{axis.name: _handle(getattr(self, axis.name)) for axis in fields(self)})
+
+    def bind(self, groups: Groups) -> None:
+        """Give the handles another epoch's groups. Raises ValueError when the sizes or this rank's numbers differ."""
+        for axis in fields(self):
+            mine, other = getattr(self, axis.name), getattr(groups, axis.name)
+            if isinstance(mine, GroupHandle):
+                mine.bind(other)
+            elif mine is not other and (mine.size, other.size) != (1, 1):
+                raise ValueError(f"the {axis.name} group of {mine.size} is not a handle")
+
+    def unbind(self) -> None:
+        """Let the handles go: an exchange raises GroupBroken until the next `bind`. Idempotent."""
+        for axis in fields(self):
+            mine = getattr(self, axis.name)
+            if isinstance(mine, GroupHandle):
+                mine.unbind()
+
+
+def _handle(group: Group) -> Group:
+    if group.size == 1:
+        return group
+    handle = GroupHandle(group.rank, group.size)
+    handle.bind(group)
+    return handle
