@@ -21,7 +21,7 @@ Covers policy and bookkeeping. Does no I/O, reads no clock (`now`, in seconds, i
 from __future__ import annotations
 
 import logging
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
 
@@ -271,7 +271,9 @@ class Scheduler:
             self.fail(request, error, now)
 
     def _extend_hashes(self, request: Request) -> None:
-        extend_hashes(request.hashes, request.tokens, self.pool.block_size, request.given.cache_salt)
+        # The class comes first, so that no salt a client chooses can stand for another class.
+        salt = f"{bisect_left(self._layout.prompt_classes, request.num_prompt)}:{request.given.cache_salt}"
+        extend_hashes(request.hashes, request.tokens, self.pool.block_size, salt)
 
     # Results
 

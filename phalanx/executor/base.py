@@ -27,6 +27,9 @@ class CacheLayout(msgspec.Struct, frozen=True):
     """Summed over ranks."""
     vocab_size: int
     """Rows of the output head: the width of logits and of grammar masks."""
+    prompt_classes: tuple[int, ...] = ()
+    """Prompt lengths above which the same tokens have other keys (models that stretch long prompts), ascending:
+    requests on two sides of one share no cached blocks."""
 
 
 class WorkerStatus(msgspec.Struct):

@@ -131,6 +131,7 @@ class Worker:
             block_size=pool.block_size,
             bytes_per_block=pool.bytes_per_block,
             vocab_size=self.spec.vocab_size,
+            prompt_classes=self.spec.prompt_classes,
         )
 
     # -- steps
