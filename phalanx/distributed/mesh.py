@@ -2,9 +2,10 @@
 
     rank = ((dp · PP + pp) · CP + cp) · TP + tp
 
-so the ranks of a tensor group are neighbours. The groups of one kind cut the world into disjoint sets, and two groups
-of different kinds meet in exactly one rank or none. Expert parallelism is a view: the ranks of one pipeline stage
-over all other axes, which hold different experts of the same layers.
+so the ranks of a tensor group are neighbours. Pipeline stages may have tensor groups of different widths
+(`stage_tp`); ranks are then counted in the same order, with each stage's own width. The groups of one kind cut the
+world into disjoint sets, and two groups of different kinds meet in exactly one rank or none. Expert parallelism is a
+view: the ranks of one pipeline stage over all other axes, which hold different experts of the same layers.
 """
 
 from __future__ import annotations
@@ -32,35 +33,69 @@ class Mesh:
     pp: int = 1
     cp: int = 1
     tp: int = 1
+    """Tensor ranks of a stage; of the widest one where they differ."""
+    stage_tp: tuple[int, ...] = ()
+    """Tensor ranks of each pipeline stage, where they differ; empty when all have `tp`."""
 
     def __post_init__(self) -> None:
         for axis in AXES:
             if getattr(self, axis) < 1:
                 raise ValueError(f"axis {axis} has size {getattr(self, axis)}")
+        if self.stage_tp and (len(self.stage_tp) != self.pp or max(self.stage_tp) != self.tp or min(self.stage_tp) < 1):
+            raise ValueError(f"stage widths {self.stage_tp} do not fit pp {self.pp} and tp {self.tp}")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tensor ranks of each stage."""
+        return self.stage_tp or (self.tp,) * self.pp
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.pp * self.cp * self.tp
+        return self.dp * self.cp * sum(self.widths)
+
+    @property
+    def reporter(self) -> int:
+        """The rank whose results are the step's: the first of the last stage."""
+        return self.rank(Place(0, self.pp - 1, 0, 0))
+
+    def has(self, place: Place) -> bool:
+        return place.tp < self.widths[place.pp]
 
     def rank(self, place: Place) -> int:
-        return ((place.dp * self.pp + place.pp) * self.cp + place.cp) * self.tp + place.tp
+        """Raises ValueError for a place that the mesh does not have."""
+        if not self.has(place):
+            raise ValueError(f"stage {place.pp} has no tensor rank {place.tp}")
+        widths = self.widths
+        before = (place.dp * sum(widths) + sum(widths[: place.pp])) * self.cp
+        return before + place.cp * widths[place.pp] + place.tp
 
     def place(self, rank: int) -> Place:
         """Raises ValueError for a rank that the mesh does not have."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not in a mesh of {self.world_size}")
-        rest, tp = divmod(rank, self.tp)
-        rest, cp = divmod(rest, self.cp)
-        dp, pp = divmod(rest, self.pp)
-        return Place(dp, pp, cp, tp)
+        dp, rest = divmod(rank, self.cp * sum(self.widths))
+        for pp, width in enumerate(self.widths):
+            if rest < self.cp * width:
+                cp, tp = divmod(rest, width)
+                return Place(dp, pp, cp, tp)
+            rest -= self.cp * width
+        raise ValueError(f"rank {rank} has no place")
 
     def group(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along `axis` only, in the order of that axis."""
-        place = self.place(rank)
-        return tuple(
-            self.rank(Place(**{a: i if a == axis else getattr(place, a) for a in AXES}))
-            for i in range(getattr(self, axis))
+        """The ranks that differ from `rank` along `axis` only, in the order of that axis. Stages that are too narrow
+        have no member in the pipeline group of a high tensor rank."""
+        own = self.place(rank)
+        size = self.widths[own.pp] if axis == "tp" else getattr(self, axis)
+        places = (
+            Place(
+                i if axis == "dp" else own.dp,
+                i if axis == "pp" else own.pp,
+                i if axis == "cp" else own.cp,
+                i if axis == "tp" else own.tp,
+            )
+            for i in range(size)
         )
+        return tuple(self.rank(place) for place in places if self.has(place))
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of one kind, by their lowest rank."""

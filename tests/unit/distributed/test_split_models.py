@@ -151,8 +151,9 @@ def test_lockstep_group_follows_the_protocol() -> None:
         part = mine.new_full((lengths[group.rank], 2), group.rank)
         sent = [torch.full((group.rank + 1, to + 1), group.rank * 10 + to) for to in range(3)]
         return [
-            group.all_reduce(mine), group.all_gather(part, 0, lengths), group.reduce_scatter(torch.ones(6, 2), 0, lengths),
-            group.broadcast(mine, 1), *group.all_to_all(sent, [(source + 1, group.rank + 1) for source in range(3)]),
+            group.all_reduce(mine), group.all_gather(part, 0, lengths),
+            group.reduce_scatter(torch.ones(6, 2), 0, lengths), group.broadcast(mine, 1), 
+            *group.all_to_all(sent, [(source + 1, group.rank + 1) for source in range(3)]),
         ]  # fmt: skip
 
     for rank, (total, gathered, scattered, copied, *swapped) in enumerate(run_ranks(3, body)):

@@ -36,8 +36,8 @@ def load(layer: Loadable, weights: dict[str, torch.Tensor]) -> None:
 
 def test_merged_columns_and_rows_over_uneven_ranks() -> None:
     weights = {
-        "a.weight": torch.randn(7, 6), "a.bias": torch.randn(7), "b.weight": torch.randn(5, 6), "b.bias": torch.randn(5),
-        "c.weight": torch.randn(4, 7), "c.bias": torch.randn(4),
+        "a.weight": torch.randn(7, 6), "a.bias": torch.randn(7), "b.weight": torch.randn(5, 6),
+        "b.bias": torch.randn(5), "c.weight": torch.randn(4, 7), "c.bias": torch.randn(4),
     }  # fmt: skip
     x = torch.randn(3, 6)
     first, second = (

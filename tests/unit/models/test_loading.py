@@ -73,13 +73,19 @@ def test_progress_ends_at_one() -> None:
 def test_contradictions(tmp_path: Path) -> None:
     path = tiny_checkpoint("llama")
     cases = {
-        "too narrow": ({}, {"intermediate_size": 66}, "'model.layers.0.mlp.gate_proj.weight' has shape \\[67, 45\\].*\\[66, 45\\].*`intermediate_size`"),
+        "too narrow": (
+            {}, {"intermediate_size": 66},
+            r"'model.layers.0.mlp.gate_proj.weight' has shape \[67, 45\].*\[66, 45\].*`intermediate_size`",
+        ),
         "too many layers": ({}, {"num_hidden_layers": 3}, "not in the checkpoint: 'layers.2"),
         "too few layers": ({}, {"num_hidden_layers": 1}, "no weight 'layers.1.*model.layers.1"),
         "untied": ({}, {"tie_word_embeddings": False}, "no tensor 'lm_head.weight'"),
         "stranger": ({"model.visual.weight": torch.ones(2)}, {}, "no place in the model: 'visual.weight'"),
         "missing": ({"model.norm.weight": None}, {}, "no tensor 'norm.weight'"),
-        "not a copy": ({"lm_head.weight": torch.ones(307, 45)}, {}, "'lm_head.weight' is 'model.embed_tokens.weight'.*tie_word_embeddings"),
+        "not a copy": (
+            {"lm_head.weight": torch.ones(307, 45)}, {},
+            "'lm_head.weight' is 'model.embed_tokens.weight'.*tie_word_embeddings",
+        ),
     }  # fmt: skip
     for name, (tensors, config, message) in cases.items():
         broken = changed(path, tmp_path / name, tensors, **config)

@@ -42,7 +42,10 @@ def weights(**shapes: tuple[int, ...]) -> dict[str, WeightSpec]:
 
 
 TABLE = WeightTable(
-    (rule("emb.weight", "embedding.weight"), rule("h.{layer}.qkv.{kind}", [f"l.{{layer}}.{x}.{{kind}}" for x in "qkv"])),
+    (
+        rule("emb.weight", "embedding.weight"),
+        rule("h.{layer}.qkv.{kind}", [f"l.{{layer}}.{x}.{{kind}}" for x in "qkv"]),
+    ),
     ignored=("*.inv_freq",), prefixes=("model.",), keys={"hidden_size": "n_embd"},
 )  # fmt: skip
 TENSORS = infos(model__emb__weight=(5, 4), model__h__0__qkv__weight=(8, 4), h__0__inv_freq=(2,))
@@ -66,7 +69,7 @@ def test_bind_splits_rows() -> None:
         (infos(h__0__qkv__weight=(8, 4)), WEIGHTS, "no tensor 'emb.weight'"),
         (TENSORS | infos(h__1__qkv__weight=(8, 4)), WEIGHTS, "no weight 'l.1.q.weight', but .* 'h.1.qkv.weight'"),
         (TENSORS | infos(model__h__0__qkv__bias=(8,)), WEIGHTS, "no weight 'l.0.q.bias'"),
-        (TENSORS | infos(model__emb__weight=(5, 3)), WEIGHTS, r"'model.emb.weight' has shape \[5, 3\].*asks for \[5, 4\].*`n_embd`"),
+        (TENSORS | infos(model__emb__weight=(5, 3)), WEIGHTS, r"'model.emb.weight' .*\[5, 3\].*\[5, 4\].*`n_embd`"),
         (TENSORS | infos(model__h__0__qkv__weight=(9, 4)), WEIGHTS, r"shape \[9, 4\].*asks for \[8, 4\]"),
         (TENSORS | infos(model__emb__weight=()), WEIGHTS, "a single number"),
     ],
@@ -87,7 +90,7 @@ def test_joining_rule() -> None:
     table = WeightTable((rule(["a.weight", "b.weight"], "ab.weight"),))
     binding = bind(table, infos(a__weight=(3, 2), b__weight=(1, 2)), weights(ab__weight=(4, 2)))
     assert [(p.info.name, p.start, p.length) for p in binding["ab.weight"]] == [("a.weight", 0, 3), ("b.weight", 3, 1)]
-    with pytest.raises(CheckpointError, match="has 'a.weight' but not 'b.weight'"):
+    with pytest.raises(CheckpointError, match=r"has 'a.weight' but not 'b.weight'"):
         bind(table, infos(a__weight=(4, 2)), weights(ab__weight=(4, 2)))
     whole = np.arange(8).reshape(4, 2)
     back = export(table, {"ab.weight": whole}, np.concatenate, lambda name: {"a.weight": 3, "b.weight": 1}[name])
