@@ -1,4 +1,4 @@
-"""Models that stretch long prompts have other keys for the same tokens then: such prompts share no blocks with short."""
+"""Models that stretch long prompts have other keys for the same tokens then: long and short share no blocks."""
 
 from __future__ import annotations
 
