@@ -41,7 +41,7 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.device = device
         self.backend = backend
-        self.split = split or Split.even(spec, mesh)
+        self.split = split or Split.even(spec, mesh, self.place.pp)
         self.layer_range = self.split.layers.ranges[self.place.pp]
         self.is_first = self.place.pp == 0
         self.is_last = self.place.pp == mesh.pp - 1
