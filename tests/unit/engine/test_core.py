@@ -1,0 +1,240 @@
+"""The engine process's loop on a real Engine and the fake executor, driven over a socket from the test's thread."""
+
+import socket
+import threading
+import time
+
+import msgspec
+
+from phalanx.engine import core as core_module
+from phalanx.engine.client import EngineOutput
+from phalanx.engine.core import Core
+from phalanx.engine.core_messages import (
+    Abort,
+    Fatal,
+    FrameSocket,
+    FromEngine,
+    Outputs,
+    Shutdown,
+    Submit,
+    body_length,
+    decode_from_engine,
+    frame,
+    submit,
+)
+from tests.helpers.engine_driver import VOCAB, Driver, make_request
+from tests.helpers.fake_executor import oracle
+
+PATIENCE = 10.0
+
+
+class Running:
+    """A `Core` on a thread of its own. With `gated`, each step waits in the executor until `let(steps)` lets it go."""
+
+    def __init__(self, *, gated: bool = False, **options):
+        self.driver = Driver(**options)
+        self.begun = 0
+        self.failures = 0
+        self._gate = threading.Semaphore(0) if gated else None
+        self._submit = self.driver.executor.submit
+        self.driver.executor.submit = self._wait_and_submit
+        self._ours, theirs = socket.socketpair()
+        self._ours.settimeout(PATIENCE)
+        self.core = Core(FrameSocket(theirs), self.driver.engine)
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.core.run()
+        except Exception as error:
+            self.error = error
+
+    def _wait_and_submit(self, plan):
+        self.begun += 1
+        if self._gate is not None:
+            assert self._gate.acquire(timeout=PATIENCE)
+        if self.failures:
+            self.failures -= 1
+            raise ValueError("a bug")
+        return self._submit(plan)
+
+    def let(self, steps: int) -> None:
+        self._gate.release(steps)
+
+    def wait_for_step(self, number: int) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.begun < number:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def send(self, *messages) -> None:
+        self._ours.sendall(b"".join(map(frame, messages)))
+
+    def receive(self) -> FromEngine:
+        return decode_from_engine(self._exactly(body_length(self._exactly(4))))
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self._ours.recv(count - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def outputs_until(self, *finished: str) -> dict[str, list[EngineOutput]]:
+        """Everything by request, up to the end of these requests."""
+        found: dict[str, list[EngineOutput]] = {}
+        while not all(any(o.finish_reason for o in found.get(rid, ())) for rid in finished):
+            message = self.receive()
+            assert isinstance(message, Outputs)
+            for output in message.outputs:
+                found.setdefault(output.request_id, []).append(output)
+        return found
+
+    def end(self) -> None:
+        self.send(Shutdown())
+        self.has_ended()
+
+    def has_ended(self) -> None:
+        """By itself and in order."""
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+        assert self.error is None
+        self._ours.close()
+
+    def hang_up(self) -> None:
+        self._ours.close()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+def tokens(outputs: list[EngineOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_answers_and_acknowledges():
+    running = Running()
+    requests = [make_request(f"r{i}", [i, i + 1, i + 2]) for i in range(5)]
+    running.send(*map(submit, requests))
+    found = running.outputs_until(*(request.request_id for request in requests))
+    for request in requests:
+        outputs = found[request.request_id]
+        assert (outputs[0].token_ids, outputs[0].finish_reason) == ([], None)
+        assert tokens(outputs) == oracle(request, VOCAB)[0]
+    running.end()
+
+
+def test_an_acknowledgement_does_not_wait_for_a_step():
+    running = Running(gated=True)
+    running.send(submit(make_request("a", [1, 2])))
+    assert running.receive().outputs == [EngineOutput("a", 0)]
+    running.wait_for_step(1)
+    running.send(submit(make_request("b", [3, 4])))
+    running.let(100)
+    running.outputs_until("a", "b")
+    running.end()
+
+
+def test_an_abort_frees_the_blocks_within_one_step():
+    running = Running(gated=True)
+    running.send(submit(make_request("a", [1, 2, 3], max_tokens=40)))
+    running.let(3)
+    running.wait_for_step(4)
+    running.send(Abort(["a"]))  # while step 4 runs
+    running.let(1)
+    while True:
+        message = running.receive()
+        if message.status is not None and message.status.free_blocks == message.status.blocks:
+            break
+    assert running.begun == 4
+    assert message.status.running == 0
+    running.end()
+
+
+def test_a_poisoned_request_fails_alone():
+    running = Running()
+    good = make_request("good", [1, 2, 3], max_tokens=20)
+    whole = msgspec.msgpack.decode(msgspec.msgpack.encode(good))
+    changes = ({"prompt_token_ids": []}, {"prompt_token_ids": None}, {"prompt_token_ids": [1] * 1000}, {"sampling": 5})
+    bad = [Submit(f"bad{i}", msgspec.Raw(msgspec.msgpack.encode(whole | change))) for i, change in enumerate(changes)]
+    running.send(submit(good), *bad, Submit("empty", msgspec.Raw(b"\xc0")), submit(good))
+    found = running.outputs_until("good", "bad0", "bad1", "bad2", "bad3", "empty")
+    assert all(found[f"bad{i}"][-1].error is not None for i in range(4))
+    errors = [output for output in found["good"] if output.error is not None]
+    assert [output.error.status for output in errors] == [400]  # the second one: its id is in use
+    answers = [output for output in found["good"] if output.error is None]
+    while not any(output.finish_reason for output in answers):
+        answers += [output for output in running.receive().outputs]
+    assert tokens(answers) == oracle(good, VOCAB)[0]
+    running.end()
+
+
+def test_a_step_that_fails_unexpectedly_changes_no_token():
+    running = Running(gated=True)
+    request = make_request("a", [1, 2, 3])
+    running.send(submit(request))
+    running.let(2)
+    running.wait_for_step(3)
+    running.failures = 1
+    running.let(100)
+    assert tokens(running.outputs_until("a")["a"]) == oracle(request, VOCAB)[0]
+    running.end()
+
+
+def test_steps_that_keep_failing_end_the_engine_with_the_cause():
+    running = Running()
+    running.failures = 10**6
+    running.send(submit(make_request("a", [1, 2, 3])))
+    while not isinstance(message := running.receive(), Fatal):
+        pass
+    assert "ValueError: a bug" in message.cause
+    running.has_ended()
+
+
+def test_lost_workers_that_do_not_come_back_end_the_engine():
+    running = Running()
+    running.driver.executor.lose_result = True
+    running.driver.executor.restart = lambda epoch: (_ for _ in ()).throw(core_module.WorkerDied(0, "gone for good"))
+    running.send(submit(make_request("a", [1, 2, 3])))
+    while not isinstance(message := running.receive(), Fatal):
+        pass
+    assert "gone for good" in message.cause
+    running.has_ended()
+
+
+def test_an_idle_engine_beats():
+    running = Running()
+    begin = time.monotonic()
+    beats = [running.receive() for _ in range(3)]
+    assert time.monotonic() - begin < 3 * 0.5 + 0.3
+    assert all(isinstance(beat, Outputs) and beat.status.state == "ready" for beat in beats)
+    assert beats[-1].status.heartbeat >= beats[0].status.heartbeat
+    running.end()
+
+
+def test_status_comes_when_the_work_is_done():
+    running = Running()
+    running.send(submit(make_request("a", [1, 2, 3])))
+    running.outputs_until("a")
+    message = running.receive()
+    assert message.status.running == 0
+    running.end()
+
+
+def test_the_end_of_the_front_end_ends_the_loop():
+    running = Running()
+    running.hang_up()
+    assert isinstance(running.error, EOFError)
+
+
+def test_the_end_of_the_front_end_ends_the_loop_in_mid_work():
+    running = Running(gated=True)
+    running.send(submit(make_request("a", [1, 2, 3], max_tokens=40)))
+    running.wait_for_step(1)
+    running.let(1)
+    running.let(1000)
+    running.hang_up()
+    assert isinstance(running.error, (EOFError, OSError))
