@@ -40,7 +40,10 @@ SCHEMAS: dict[str, dict] = {
         "properties": {
             "user": {
                 "type": "object",
-                "properties": {"id": {"type": "integer"}, "tags": {"type": "array", "items": {"enum": ["x", "y", "zé"]}}},
+                "properties": {
+                    "id": {"type": "integer"},
+                    "tags": {"type": "array", "items": {"enum": ["x", "y", "zé"]}},
+                },
                 "required": ["id", "tags"],
                 "additionalProperties": False,
             }
@@ -60,7 +63,9 @@ SCHEMAS: dict[str, dict] = {
     "integer bounds": {"type": "integer", "minimum": -17, "maximum": 123},
     "number bounds": {"type": "number", "exclusiveMinimum": 0, "maximum": 1.5},
     "multiple": {"type": "integer", "multipleOf": 7, "minimum": 0, "maximum": 500},
-    "any of": {"anyOf": [{"type": "string", "maxLength": 6}, {"type": "integer"}, {"type": "array", "items": {"type": "null"}}]},
+    "any of": {
+        "anyOf": [{"type": "string", "maxLength": 6}, {"type": "integer"}, {"type": "array", "items": {"type": "null"}}]
+    },
     "one of": {
         "oneOf": [
             {"type": "object", "properties": {"k": {"const": "a"}, "x": {"type": "integer"}}, "required": ["k", "x"]},
@@ -84,7 +89,10 @@ SCHEMAS: dict[str, dict] = {
         "$defs": {
             "node": {
                 "type": "object",
-                "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]}},
+                "properties": {
+                    "v": {"type": "integer"},
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+                },
                 "required": ["v", "next"],
                 "additionalProperties": False,
             }
@@ -97,7 +105,11 @@ SCHEMAS: dict[str, dict] = {
     "uuid": {"type": "string", "format": "uuid"},
     "ipv4": {"type": "string", "format": "ipv4"},
     "map": {"type": "object", "additionalProperties": {"type": "integer"}, "maxProperties": 3},
-    "pattern properties": {"type": "object", "patternProperties": {"^s_": {"type": "string"}}, "additionalProperties": False},
+    "pattern properties": {
+        "type": "object",
+        "patternProperties": {"^s_": {"type": "string"}},
+        "additionalProperties": False,
+    },
     "type list": {"type": ["boolean", "null"]},
     "anything": {},
 }  # fmt: skip
