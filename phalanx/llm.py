@@ -219,6 +219,8 @@ class LLM:
             self._closed = True
             self._engine.close()
             self._template.close()
+            if self._grammars is not None:
+                self._grammars.close()
 
     def __enter__(self) -> Self:
         return self
