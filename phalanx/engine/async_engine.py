@@ -132,7 +132,7 @@ class AsyncEngine:
         # A thread of its own that nobody waits for at exit: a slow download must not hold up Ctrl-C.
         checkpoint, self.config = await _in_daemon_thread(partial(self._locate, report))
         self.checkpoint = checkpoint
-        replica.configure(*for_engine(self.config, checkpoint))
+        replica.configure(*await self._in_thread(partial(for_engine, self.config, checkpoint)))
         started = asyncio.ensure_future(self._client.start())
         try:
             await self._in_thread(self._load_text)
@@ -294,6 +294,8 @@ class AsyncEngine:
             await self._client.close()
         if self._template is not None:
             self._template.close()
+        if self._grammars is not None:
+            self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> Self:

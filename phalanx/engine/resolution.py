@@ -24,13 +24,16 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
 
 
 def for_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, str]:
-    """What the engine is told: the resolved configuration with local files instead of a name to look up, and without
-    keys or certificates; and what the model is called."""
+    """What the engine is told: the resolved configuration with local files instead of names to look up, and without
+    keys or certificates; and what the model is called. Raises CheckpointError when the tokenizer is not to be had."""
+    from phalanx.checkpoint.locate import locate_tokenizer
+
     model, server = config.model, config.server
     path = checkpoint.weight_files[0] if checkpoint.format == "gguf" else checkpoint.folder
+    tokenizer = None if model.tokenizer is None else str(locate_tokenizer(model.tokenizer, revision=model.revision))
     local = dataclasses.replace(
         config,
-        model=dataclasses.replace(model, model=str(path), revision=None),
+        model=dataclasses.replace(model, model=str(path), tokenizer=tokenizer, revision=None),
         server=ServerConfig(log_level=server.log_level, log_format=server.log_format),
     )
     return local, (*model.served_model_name, checkpoint.name)[0]

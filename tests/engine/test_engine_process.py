@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from phalanx import LLM, AsyncEngine, EngineConfig, SamplingParams
+from phalanx import LLM, AsyncEngine, EngineConfig, SamplingParams, StructuredOutputs
 from phalanx.checkpoint.locate import locate
 from phalanx.engine import replica as replica_module
 from phalanx.engine.client import EngineOutput
@@ -353,3 +354,22 @@ def test_what_a_slow_reader_missed_is_merged():
     assert (whole.finish_reason, whole.stop_token_id, whole.num_cached_tokens) == ("stop", 3, 16)
     assert (whole.scheduled_s, whole.queued_s) == (2.0, 1.0)
     assert merged(outputs[:1] * 2) == outputs[0]
+
+
+@pytest.fixture
+def parted(model, tmp_path):
+    """The folder of the model without its tokenizer, and that of the tokenizer."""
+    bare, other = tmp_path / "bare", tmp_path / "tokenizer"
+    bare.mkdir()
+    other.mkdir()
+    for file in Path(model).iterdir():
+        (other if file.name.startswith("tokenizer") else bare).joinpath(file.name).write_bytes(file.read_bytes())
+    return str(bare), str(other)
+
+
+async def test_a_tokenizer_of_its_own_reaches_the_engine_too(parted):
+    """The engine needs it for grammars; the model's own is not there."""
+    async with AsyncEngine(config(parted[0], tokenizer=parted[1])) as engine:
+        wanted = params(structured_outputs=StructuredOutputs(regex="(hello|world){4}"))
+        text = "".join([delta.outputs[0].text async for delta in engine.generate("x", wanted)])
+    assert re.fullmatch("(hello|world){4}", text)

@@ -7,8 +7,7 @@ from phalanx.text.tokenizer import Tokenizer
 
 WORDS = ("the", "stop", "hello", "world")
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<bot>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
 )
 
 
