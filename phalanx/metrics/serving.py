@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from phalanx.metrics.engine_snapshot import EngineSnapshot
 from phalanx.metrics.engine_stats import PREFIX, EngineCollector
@@ -33,6 +33,7 @@ class ServingMetrics:
     def __init__(self, model_name: Callable[[], str], read_engine: Callable[[], EngineSnapshot | None]):
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(model_name, read_engine))
+        ProcessCollector(registry=self.registry)
         self._model_name = model_name
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of finished and running requests.")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that the prefix cache had.")

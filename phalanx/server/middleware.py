@@ -81,7 +81,7 @@ class RequestBoundary:
         try:
             await self._app(scope, receive, tagged)
         except ClientGone:
-            status = status or 499
+            pass  # nobody to answer
         except PhalanxError as error:
             if not status:
                 await error_response(error)(scope, receive, tagged)
@@ -91,7 +91,7 @@ class RequestBoundary:
                 await error_response(internal_error(request_id))(scope, receive, tagged)
         finally:
             self._metrics.in_flight.dec()
-            self._record(scope, status, time.monotonic() - started)
+            self._record(scope, status or 499, time.monotonic() - started)
 
     def _request_id(self, scope: Scope) -> str:
         given = header_values(scope, b"x-request-id")

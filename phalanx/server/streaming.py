@@ -80,6 +80,7 @@ class InFlight:
             if error is not None and task.cancelled():
                 raise error from None
             task.cancel()  # the server itself is being cancelled
+            await asyncio.wait((task,), timeout=LAST_WORDS_S)
             raise
         finally:
             timer.cancel()

@@ -1,0 +1,345 @@
+"""`phalanx serve` as a process with the demo model: what it prints, how it answers, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.helpers.server import demo_checkpoint
+
+SMALL = ("--kv-cache-memory-bytes", "100M", "--max-model-len", "2048")
+
+
+class Serve:
+    """One `phalanx serve`; its output is collected as it comes."""
+
+    def __init__(self, *arguments: str):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx.cli.main", "serve", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )  # fmt: skip
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def until(self, pattern: str, seconds: float = 90) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.output)):
+            assert self.process.poll() is None or self._reader.is_alive(), self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+        return match
+
+    def ends(self, seconds: float) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process], seconds: float = 3) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fetched() -> None:
+    demo_checkpoint()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Serve]:
+    serve = Serve("--port", "0", *SMALL)
+    try:
+        serve.until(r"Ready: http")
+        yield serve
+    finally:
+        serve.kill()
+
+
+@pytest.fixture(scope="module")
+def base(running: Serve) -> str:
+    return running.until(r"Ready: (http://127\.0\.0\.1:\d+)")[1]
+
+
+def test_the_summary(running: Serve) -> None:
+    text = running.output
+    assert "loading: weights 100%" in text
+    (tokens,) = re.findall(r"^CPU KV cache size: ([\d,]+) tokens", text, re.MULTILINE)
+    (concurrency,) = re.findall(r"^Maximum concurrency for 2,048 tokens per request: (\d+\.\d\d)x", text, re.MULTILINE)
+    assert int(tokens.replace(",", "")) / 2048 == pytest.approx(float(concurrency), abs=0.006)
+    assert re.search(r"^Layout: 1 worker", text, re.MULTILINE)
+    assert re.search(r"^ +0 +cpu +0-30 ", text, re.MULTILINE)
+    assert "API key: none (only this machine can connect)" in text
+
+
+def test_the_curl_line_works_as_printed(running: Serve) -> None:
+    command = running.until(r"(?m)^  (curl .*)$")[1]
+    answer = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(answer.stdout)["choices"][0]["message"]["content"]
+
+
+async def test_openai_client_with_a_real_model(base: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="none") as api:
+        (model,) = [model.id async for model in api.models.list()]
+        messages = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+        options = {"model": model, "messages": messages, "max_tokens": 24, "temperature": 0}
+        whole = await api.chat.completions.create(**options, logprobs=True, top_logprobs=3)  # type: ignore[call-overload]
+        text = whole.choices[0].message.content
+        assert "Paris" in text
+        content = whole.choices[0].logprobs.content
+        assert "".join(entry.token for entry in content).startswith(text)
+        assert all(entry.logprob == max(top.logprob for top in entry.top_logprobs) for entry in content)
+        stream = await api.chat.completions.create(**options, stream=True)  # type: ignore[call-overload]
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(pieces) == text
+        together = await asyncio.gather(*(api.chat.completions.create(**options) for _ in range(3)))  # type: ignore[call-overload]
+        assert all(answer.choices[0].message.content for answer in together)
+
+
+def test_status_names_the_real_processes(base: str, running: Serve) -> None:
+    status = httpx.get(f"{base}/status").json()
+    assert status["state"] == "ready"
+    pids = {process.pid for process in descendants(running.process)}
+    assert status["engine"]["pid"] in pids
+    assert status["workers"][0]["pid"] in pids
+    assert status["workers"][0]["layers"] == "0-30"
+    assert status["kv"]["free"] <= status["kv"]["blocks"]
+
+
+def test_only_loopback_is_listened_on(running: Serve) -> None:
+    processes = [psutil.Process(running.process.pid), *descendants(running.process)]
+    listening = [c.laddr for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening] == ["127.0.0.1"]
+
+
+def test_structured_output(base: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer"}},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    body = {
+        "messages": [{"role": "user", "content": "How old is Ann? She is 7."}], "max_tokens": 40, "temperature": 0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "age", "schema": schema}},
+    }  # fmt: skip
+    answer = httpx.post(f"{base}/v1/chat/completions", json=body, timeout=120).json()
+    choice = answer["choices"][0]
+    if choice["finish_reason"] == "stop":
+        assert set(json.loads(choice["message"]["content"])) == {"age"}
+    else:
+        assert re.match(r'\s*\{\s*"age"', choice["message"]["content"])
+
+
+def test_a_dropped_stream_frees_its_blocks(base: str) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as answer:
+        next(answer.iter_text())
+    deadline = time.monotonic() + 10
+    while (status := httpx.get(f"{base}/status").json())["requests"]["running"] or status["kv"]["free"] != status["kv"][
+        "blocks"
+    ]:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (b"GET /health HTTP/1.1\r\nX: " + b"a" * 300_000, b"431"),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 900000000\r\n", b"413"),
+        (b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Encoding: gzip\r\n", b"415"),
+    ],
+)
+def test_a_refusal_reaches_a_client_that_is_still_sending(base: str, request_head: bytes, status: bytes) -> None:
+    host, _, port = base.removeprefix("http://").rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(
+            request_head + b"Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            if status == b"415"
+            else request_head + b"Host: localhost\r\n\r\n"
+        )
+        connection.sendall(b"x" * 200_000)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_port_in_use(base: str) -> None:
+    port = base.rpartition(":")[2]
+    serve = Serve("--port", port, *SMALL)
+    assert serve.ends(30) == 1
+    (line,) = serve.lines
+    assert line.startswith(f"error: Port {port} on 127.0.0.1 is in use by another program. Choose another with --port")
+
+
+def test_sigterm_drains_and_exits_with_0(running: Serve, base: str) -> None:
+    """The last one: it ends the shared server."""
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "ignore_eos": True, "stream": True}
+    children = descendants(running.process)
+    with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        running.process.send_signal(signal.SIGTERM)
+        running.until(r"Shutting down: 1 request\(s\) running", 10)
+        assert httpx.get(f"{base}/health").status_code == 503
+        assert httpx.get(f"{base}/health/live").status_code == 200
+        refused = httpx.post(f"{base}/v1/completions", json=body)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        rest = list(lines)
+    assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
+    assert '"error"' not in "".join(rest)
+    assert running.ends(10) == 0
+    assert running.lines[-1] == "Stopped."
+    assert all_gone(children)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_signal_while_loading(number: signal.Signals, code: int) -> None:
+    serve = Serve("--port", "0", *SMALL)
+    try:
+        deadline = time.monotonic() + 30
+        while not descendants(serve.process) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        children = descendants(serve.process)
+        began = time.monotonic()
+        serve.process.send_signal(number)
+        assert serve.ends(10) == code, serve.output
+        assert time.monotonic() - began < 2.5
+        assert "Traceback" not in serve.output
+        assert all_gone(children)
+    finally:
+        serve.kill()
+
+
+def test_ctrl_c_ends_running_requests_at_once_and_a_key_is_asked_for() -> None:
+    serve = Serve("--port", "0", "--api-key", "k1", *SMALL)
+    try:
+        base = serve.until(r"Ready: (http://\S+)")[1]
+        assert "API key: required" in serve.output
+        assert "k1" not in serve.output
+        children = descendants(serve.process)
+        body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        assert httpx.post(f"{base}/v1/completions", json=body).status_code == 401
+        headers = {"Authorization": "Bearer k1"}
+        with httpx.stream("POST", f"{base}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            began = time.monotonic()
+            serve.process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
+        assert rest[-1] == "data: [DONE]"
+        assert serve.ends(10) == 0
+        assert time.monotonic() - began < 2.5
+        assert all_gone(children)
+    finally:
+        serve.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("/nowhere/model",), ("/nowhere/model",)),
+        (("--host", "256.1.1.1"), ("256.1.1.1", "--host")),
+        (("--port", "70000"), ("70000", "--port")),
+        (("--ssl-keyfile", "/nowhere"), ("--ssl-keyfile", "--ssl-certfile")),
+        (("--ssl-keyfile", "/nowhere", "--ssl-certfile", "/nowhere"), ("TLS", "--ssl")),
+        (("--max-model-len", "999999"), ("999999", "8192")),
+    ],
+)
+def test_what_cannot_work_says_so_once(arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    serve = Serve("--port", "0", *arguments) if "--port" not in arguments else Serve(*arguments)
+    try:
+        assert serve.ends(60) != 0
+        errors = [line for line in serve.lines if line.startswith("error: ")]
+        assert len(errors) == 1, serve.output
+        assert all(word in errors[0] for word in words), errors
+        assert "Traceback" not in serve.output
+    finally:
+        serve.kill()
+
+
+def self_signed(folder: Path) -> tuple[Path, Path]:
+    from datetime import UTC, datetime, timedelta
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+        .serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .sign(key, hashes.SHA256())
+    )  # fmt: skip
+    pem = serialization.Encoding.PEM
+    key_file, certificate_file = folder / "key.pem", folder / "cert.pem"
+    key_file.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
+    certificate_file.write_bytes(certificate.public_bytes(pem))
+    return key_file, certificate_file
+
+
+def test_tls_from_the_first_moment_on(tmp_path: Path) -> None:
+    key, certificate = self_signed(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    serve = Serve("--port", str(port), "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), *SMALL)
+    try:
+        import ssl
+
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        deadline = time.monotonic() + 60
+        with httpx.Client(verify=trusted, base_url=f"https://localhost:{port}") as client:
+            while True:
+                try:
+                    answer = client.get("/health")
+                    break
+                except httpx.ConnectError:
+                    assert time.monotonic() < deadline, serve.output
+                    time.sleep(0.05)
+            assert answer.status_code == 503  # HTTP is up while the model loads
+            assert "loading" in answer.text
+            assert client.get("/health/live").status_code == 200
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200" not in plain.recv(100)
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.ends(10) == 0
+    finally:
+        serve.kill()
