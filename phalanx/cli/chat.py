@@ -200,15 +200,9 @@ class Chat:
             raise UserError(f"There is no sampling parameter '{name}'.", fix="For example: /set temperature 0.7")
         try:
             given = sampling_options(parser.parse([flag, value.strip()] if value else [flag]))
-            self._check(given)
         except UsageError as error:
             raise UserError(error.message, fix="For example: /set temperature 0.7") from None
         self._options |= given
-
-    def _check(self, given: dict[str, Any]) -> None:
-        from phalanx.cli.sampling_flags import sampling_params
-
-        sampling_params({"max_tokens": None, **self._options, **given})
 
     def _save(self, name: str) -> None:
         if not name:

@@ -43,7 +43,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: str) -> N
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The `SamplingParams` fields that were given. Raises UsageError for a value that is no number."""
+    """The `SamplingParams` fields that were given. Raises UsageError for a value that is no number or out of range."""
     given: dict[str, Any] = {}
     for name, kind in {**dict.fromkeys(_INTEGERS, int), **dict.fromkeys(_NUMBERS, float)}.items():
         if hasattr(args, name):
@@ -57,15 +57,11 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
         given["stop"] = tuple(args.stop)
     if hasattr(args, "ignore_eos"):
         given["ignore_eos"] = True
-    return given
-
-
-def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """Raises UsageError for a value outside its limits."""
     try:
-        return SamplingParams(**options)
+        SamplingParams(**{"max_tokens": None, **given})
     except InvalidRequest as error:
         raise UsageError(error.message, fix=error.fix) from None
+    return given
 
 
 def _number(name: str, text: str, kind: type[int] | type[float]) -> int | float:
