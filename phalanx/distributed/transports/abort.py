@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 
 from phalanx.errors import PhalanxError
 
 
 class GroupBroken(PhalanxError):
     """An exchange cannot be finished: it was aborted, a peer is gone, or the ranks disagree about what it is."""
+
+
+class PeerLost(GroupBroken):
+    """Another rank went first: it left, or its connection ended. Its own error says why."""
+
+    code = "peer_lost"
 
 
 class Abort:
@@ -19,22 +26,28 @@ class Abort:
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()
         self.reason: str | None = None
 
     def fileno(self) -> int:
         return self._fd
 
     def set(self, reason: str) -> None:
-        if self.reason is None:
-            self.reason = reason
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
+        """The first reason stays. Does nothing but remember it once the abort is closed."""
+        with self._lock:
+            if self.reason is None:
+                self.reason = reason
+                if self._fd >= 0:
+                    os.eventfd_write(self._fd, 1)
 
     def check(self) -> None:
+        """Raises GroupBroken when it was set."""
         if self.reason is not None:
             raise GroupBroken(f"The exchange was aborted: {self.reason}.")
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """When no wait can look at it any more. Idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1

@@ -1,56 +1,70 @@
 """The group of ranks on one node: tensors are exchanged through a shared segment.
 
 Every collective is one or more rounds. In a round each rank writes its piece into its own slot, raises its flag to
-the round's number and waits for all others' flags. Slots are double: a rank can be at most one round ahead of the
-slowest, so what is being read is never overwritten. Beside its flag a rank leaves what it thinks the round is
-(operation and bytes), so that ranks that disagree find out at once instead of adding up unrelated numbers.
-`send` and `recv` use a mailbox a pair, with their own flags, and wait for each other only.
+the round's number and waits for all others' flags. Slots are double, by the parity of the round: a rank that raises
+its flag to n + 1 has read what it wanted of round n, and writes for round n + 2 only when everybody has raised theirs
+to n + 1, so what is being read is never overwritten. Beside its flag a rank leaves what it thinks the round is
+(operation, dtype, bytes and a check of the shapes), double for the same reason, so that ranks that disagree find out
+at once instead of adding up unrelated numbers. `send` and `recv` use a mailbox a pair, with its own flags and two
+slots, and wait for each other only.
 
-Sums are taken in rank order everywhere, so that all ranks hold the same bits; bfloat16 is summed in float32 when more
-than two ranks take part. Does not start or watch processes.
+Sums are taken in rank order everywhere, so that all ranks hold the same bits; narrow floats are summed in float32 when
+more than two ranks take part. A rank whose exchange fails leaves the group, so that nobody waits for it. Does not
+start or watch processes: a peer that was killed is noticed by whoever started it, and told through the `Abort`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 
 import torch
 
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.segment import LINE, WEAK, Segment
+from phalanx.distributed.transports.sums import (
+    ALL_REDUCE,
+    BARRIER,
+    BROADCAST,
+    DTYPES,
+    GATHER,
+    SCATTER,
+    SEND,
+    TO_ALL,
+    add_up,
+    described,
+    matrix,
+    slices,
+)
 
 SLOT = 1 << 20
 """Bytes a rank can hand over in one round."""
 
-_WHOLE_SUM = 1 << 16
+_PIECE = 1 << 18
+"""Bytes of a large sum that go in one round: what is handed over is still in the cache when it is taken."""
+
+_WHOLE_SUM = 1 << 15
 """Up to this many bytes every rank adds everything up itself; above, each adds up a slice and the slices are shared."""
 
 _SMALL_SHAPES = 512
 
-_ALL_REDUCE, _SHARE, _GATHER, _SCATTER, _TO_ALL, _BROADCAST, _BARRIER = range(1, 8)
-_OPERATIONS = (
-    "nothing",
-    "all_reduce",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "barrier",
-)
+_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class SharedMemoryGroup:
-    def __init__(self, segment: Segment, rank: int, size: int, ranks: Sequence[int], timeout: float | None):
+    def __init__(self, segment: Segment, rank: int, ranks: Sequence[int], timeout: float | None):
         """`ranks` are the members' numbers in the world, for messages; `timeout` in seconds bounds every wait."""
-        self.rank, self.size = rank, size
+        self.rank, self.size = rank, len(ranks)
         self._segment, self._ranks, self._timeout = segment, tuple(ranks), timeout
-        self._others = tuple(r for r in range(size) if r != rank)
+        self._mine = LINE * rank
+        self._others = tuple(r for r in range(self.size) if r != rank)
+        self._peers = tuple((r, LINE * r) for r in self._others)
         self._round = 0
-        self._sent = [0] * size
-        self._received = [0] * size
+        self._what = 0
+        self._sent = [0] * self.size
+        self._received = [0] * self.size
         self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._small: dict[tuple[torch.Size, torch.dtype], list[list[torch.Tensor]]] = {}
+        self._small: dict[tuple[torch.Size, torch.dtype], tuple[int, list[list[torch.Tensor]]]] = {}
 
     @classmethod
     def create(
@@ -58,15 +72,16 @@ class SharedMemoryGroup:
     ) -> SharedMemoryGroup:
         """In the member that makes the segment; the others need `group.fds`."""
         words, data = _layout(len(ranks))
-        return cls(Segment.create(len(ranks), rank, words, data, abort, crowded), rank, len(ranks), ranks, timeout)
+        return cls(Segment.create(rank, _names(ranks), words, data, abort, crowded), rank, ranks, timeout)
 
     @classmethod
     def attach(
         cls, fds: Sequence[int], rank: int, ranks: Sequence[int], abort: Abort, crowded: bool, timeout: float | None
     ) -> SharedMemoryGroup:
+        """The descriptors belong to the group from here on."""
         words, data = _layout(len(ranks))
-        segment = Segment(fds[0], list(fds[1:]), rank, words, data, abort, crowded)
-        return cls(segment, rank, len(ranks), ranks, timeout)
+        segment = Segment(fds[0], list(fds[1:]), rank, _names(ranks), words, data, abort, crowded)
+        return cls(segment, rank, ranks, timeout)
 
     @property
     def fds(self) -> list[int]:
@@ -74,45 +89,61 @@ class SharedMemoryGroup:
 
     # -- one round ---------------------------------------------------------------------------------------------
 
-    def _exchange(self, operation: int, amount: int) -> int:
+    def _exchange(self, what: int) -> int:
         """This rank's piece is in its slot; returns, when everybody's is, the parity that says which slots those are.
 
-        `operation` and `amount` must be equal on all ranks.
+        `what` must be equal on all ranks.
         """
         self._round = number = self._round + 1
         parity = number & 1
-        what = operation << 48 | amount
-        segment, mine = self._segment, LINE * self.rank
-        words = segment.words
-        words[mine + 1 + parity] = what
-        segment.publish(mine, number, *self._others)
-        for other in self._others:
-            theirs = LINE * other
+        segment = self._segment
+        words, said = segment.words, 1 + parity
+        words[self._mine + said] = self._what = what
+        segment.publish(self._mine, number, self._others)
+        for other, theirs in self._peers:
             if words[theirs] < number or WEAK:
-                segment.wait(theirs, number, self._blame, self._timeout)
-            if words[theirs + 1 + parity] != what:
-                raise GroupBroken(
-                    f"Ranks disagree in round {number}: rank {self._ranks[self.rank]} is in {_describe(what)}, "
-                    f"rank {self._ranks[other]} in {_describe(words[theirs + 1 + parity])}."
-                )
+                self._wait(theirs, number, other, self._describe_round)
+            if words[theirs + said] != what:
+                raise self._disagreement(other, words[theirs + said])
         return parity
 
-    def _blame(self) -> str:
-        late = [str(self._ranks[r]) for r in self._others if self._segment.words[LINE * r] < self._round]
-        return f"rank {self._ranks[self.rank]} waits in round {self._round} for rank {', '.join(late) or 'nobody'}"
+    def _wait(self, word: int, target: int, other: int, what: Callable[[], str]) -> None:
+        try:
+            self._segment.wait(word, target, other, what, self._timeout)
+        except GroupBroken:
+            self._segment.leave()
+            raise
+
+    def _broken(self, message: str) -> GroupBroken:
+        """This rank leaves; its error."""
+        self._segment.leave()
+        return GroupBroken(message)
+
+    def _disagreement(self, other: int, theirs: int) -> GroupBroken:
+        mine, others = _describe(self._what), _describe(theirs)
+        shapes = ", but of other shapes" if mine == others else ""
+        return self._broken(
+            f"Ranks disagree in exchange {self._round}: rank {self._ranks[self.rank]} is in {mine}, "
+            f"rank {self._ranks[other]} in {others}{shapes}."
+        )
+
+    def _describe_round(self) -> str:
+        return f"exchange {self._round}, {_describe(self._what)}"
 
     def _slot(self, parity: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """The whole slot as a flat tensor."""
-        index = parity * self.size + rank
+        return self._view(parity * self.size + rank, dtype)
+
+    def _view(self, index: int, dtype: torch.dtype) -> torch.Tensor:
         view = self._views.get((index, dtype))
         if view is None:
-            view = self._views[index, dtype] = self._flat(index * SLOT, SLOT, dtype)
+            view = self._views[index, dtype] = torch.frombuffer(
+                self._segment.memory,
+                dtype=dtype,
+                count=SLOT // dtype.itemsize,
+                offset=self._segment.data_offset + index * SLOT,
+            )
         return view
-
-    def _flat(self, offset: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.frombuffer(
-            self._segment.memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=self._segment.data_offset + offset
-        )
 
     @property
     def _next(self) -> int:
@@ -122,195 +153,221 @@ class SharedMemoryGroup:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place where `tensor` is contiguous."""
-        if tensor.numel() * tensor.element_size() <= _WHOLE_SUM and tensor.is_contiguous() and tensor.numel():
-            return self._all_reduce_small(tensor)
-        out = tensor if tensor.is_contiguous() else tensor.contiguous()
-        flat = out.view(-1)
-        step = SLOT // out.element_size()
-        for start in range(0, flat.numel(), step):
-            piece = flat[start : start + step] if flat.numel() > step else flat
-            nbytes = piece.numel() * piece.element_size()
-            self._slot(self._next, self.rank, piece.dtype)[: piece.numel()].copy_(piece)
-            self._sum_slices(self._exchange(_ALL_REDUCE, nbytes), piece)
-        return out
-
-    def _all_reduce_small(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One round, with the slots' views kept from call to call: most calls of a model have one of a few shapes."""
-        key = (tensor.shape, tensor.dtype)
-        views = self._small.get(key)
-        if views is None:
-            if len(self._small) >= _SMALL_SHAPES:
-                self._small.clear()
-            count, shape = tensor.numel(), tensor.shape
-            views = self._small[key] = [
-                [self._slot(parity, r, tensor.dtype)[:count].view(shape) for r in range(self.size)] for parity in (0, 1)
-            ]
+        known = self._small.get((tensor.shape, tensor.dtype))
+        if known is None or not tensor.is_contiguous():
+            nbytes = tensor.numel() * tensor.element_size()
+            if nbytes > _WHOLE_SUM or not nbytes:
+                return self._all_reduce_large(tensor, nbytes)
+            tensor = tensor.contiguous()
+            known = self._remember(tensor, nbytes)
+        what, views = known
         views[self._next][self.rank].copy_(tensor)
-        pieces = views[self._exchange(_ALL_REDUCE, tensor.numel() * tensor.element_size())]
+        pieces = views[self._exchange(what)]
         if self.size == 2:
             return torch.add(pieces[0], pieces[1], out=tensor)
-        _add_up(pieces, tensor)
+        add_up(pieces, tensor)
         return tensor
 
-    def _sum(self, parity: int, start: int, stop: int, out: torch.Tensor) -> None:
-        """Entries start to stop of all ranks' slots, added in rank order into `out`."""
-        pieces = [self._slot(parity, r, out.dtype)[start:stop] for r in range(self.size)]
-        _add_up(pieces, out)
+    def _remember(self, tensor: torch.Tensor, nbytes: int) -> tuple[int, list[list[torch.Tensor]]]:
+        """The slots seen as tensors of this shape: most calls of a model have one of a few shapes."""
+        if len(self._small) >= _SMALL_SHAPES:
+            self._small.clear()
+        count, shape, dtype = tensor.numel(), tensor.shape, tensor.dtype
+        views = [[self._slot(parity, r, dtype)[:count].view(shape) for r in range(self.size)] for parity in (0, 1)]
+        known = self._small[shape, dtype] = (_what(ALL_REDUCE, dtype, nbytes), views)
+        return known
 
-    def _sum_slices(self, parity: int, piece: torch.Tensor) -> None:
-        bounds = [piece.numel() * r // self.size for r in range(self.size + 1)]
-        start, stop = bounds[self.rank], bounds[self.rank + 1]
-        mine = self._slot(self._next, self.rank, piece.dtype)[start:stop]
-        self._sum(parity, start, stop, mine)
-        shared = self._exchange(_SHARE, piece.numel() * piece.element_size())
-        for r in range(self.size):
-            piece[bounds[r] : bounds[r + 1]].copy_(self._slot(shared, r, piece.dtype)[bounds[r] : bounds[r + 1]])
+    def _all_reduce_large(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+        """Each rank adds up one slice of every piece."""
+        out = tensor.contiguous()
+        flat, what = out.view(-1), _what(ALL_REDUCE, out.dtype, nbytes)
+        step = _PIECE // out.element_size()
+        for start in range(0, max(flat.numel(), 1), step):
+            piece = flat[start : start + step]
+            bounds = slices(piece.numel(), self.size)
+            first, last = bounds[self.rank]
+            slot = self._slot(self._next, self.rank, piece.dtype)
+            slot[:first].copy_(piece[:first])
+            slot[last : piece.numel()].copy_(piece[last:])
+            parity = self._exchange(what)
+            parts = [self._slot(parity, r, piece.dtype)[first:last] for r in range(self.size)]
+            parts[self.rank] = piece[first:last]
+            add_up(parts, self._slot(self._next, self.rank, piece.dtype)[first:last])
+            parity = self._exchange(what)
+            for r, (a, b) in enumerate(bounds):
+                piece[a:b].copy_(self._slot(parity, r, piece.dtype)[a:b])
+        return out
 
     def all_gather(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
-        shapes = [[*tensor.shape[:dim], n, *tensor.shape[dim + 1 :]] for n in lengths]
-        parts = [tensor.new_empty(shape) for shape in shapes]
-        parts[self.rank] = tensor.contiguous()
-        flats = [part.view(-1) for part in parts]
-        step = SLOT // tensor.element_size()
-        longest = max(flat.numel() for flat in flats)
-        for start in range(0, longest, step):
-            piece = flats[self.rank][start : start + step]
-            self._slot(self._next, self.rank, tensor.dtype)[: piece.numel()].copy_(piece)
-            parity = self._exchange(_GATHER, longest)
-            for r in self._others:
-                part = flats[r][start : start + step]
-                part.copy_(self._slot(parity, r, tensor.dtype)[: part.numel()])
-        return torch.cat(parts, dim)
+        mine = tensor.contiguous()
+        source, rows, inner = matrix(mine, dim)
+        self._check_lengths(lengths, tensor.shape[dim], self.rank)
+        out = mine.new_empty([*mine.shape[: dim % mine.dim()], sum(lengths), *mine.shape[dim % mine.dim() + 1 :]])
+        target = out.view(rows, -1) if out.numel() else out.view(rows, sum(lengths) * inner)
+        widths = [n * inner for n in lengths]
+        offsets = [sum(widths[:r]) for r in range(self.size)]
+        columns = dict(zip(range(self.size), zip(offsets, widths, strict=True), strict=True))
+        at, width = columns[self.rank]
+        target[:, at : at + width].copy_(source)
+        what = _what(GATHER, mine.dtype, out.numel() * out.element_size(), rows, inner, *lengths)
+        widest, room = max(widths), SLOT // mine.element_size()
+        across = max(min(widest, room), 1)
+        down = max(room // across, 1)
+        for row in range(0, max(rows, 1), down):
+            for column in range(0, max(widest, 1), across):
+                piece = source[row : row + down, column : column + across]
+                self._slot(self._next, self.rank, mine.dtype)[: piece.numel()].view(piece.shape).copy_(piece)
+                parity = self._exchange(what)
+                for r in self._others:
+                    at, width = columns[r]
+                    part = target[row : row + down, at + column : at + max(min(width, column + across), column)]
+                    part.copy_(self._slot(parity, r, mine.dtype)[: part.numel()].view(part.shape))
+        return out
 
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
+        matrix(tensor.contiguous(), dim)
+        self._check_lengths([tensor.shape[dim]], sum(lengths), 0)
         leading = tensor.movedim(dim, 0).contiguous()
-        row = leading[0].numel() if leading.shape[0] else 0
+        row = leading.shape[1:].numel()
         first = sum(lengths[: self.rank]) * row
         out = leading.new_empty([lengths[self.rank], *leading.shape[1:]])
         flat, mine = leading.view(-1), out.view(-1)
+        what = _what(SCATTER, leading.dtype, flat.numel() * flat.element_size(), row, *lengths)
         step = SLOT // tensor.element_size()
-        for start in range(0, flat.numel(), step):
+        for start in range(0, max(flat.numel(), 1), step):
             piece = flat[start : start + step]
             self._slot(self._next, self.rank, tensor.dtype)[: piece.numel()].copy_(piece)
-            parity = self._exchange(_SCATTER, flat.numel())
+            parity = self._exchange(what)
             low, high = max(start, first), min(start + piece.numel(), first + mine.numel())
             if low < high:
-                self._sum(parity, low - start, high - start, mine[low - first : high - first])
-        return out.movedim(0, dim)
+                parts = [self._slot(parity, r, tensor.dtype)[low - start : high - start] for r in range(self.size)]
+                add_up(parts, mine[low - first : high - first])
+        return out.movedim(0, dim).contiguous()
 
     def all_to_all(self, tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+        dtype = tensors[0].dtype
         out = [tensors[0].new_empty(shape) for shape in shapes]
         outgoing = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        sizes = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)
-        self._slot(self._next, self.rank, torch.int64)[: self.size].copy_(sizes)
-        parity = self._exchange(_TO_ALL, 0)
-        table = [self._slot(parity, r, torch.int64)[: self.size].tolist() for r in range(self.size)]
-        for r in range(self.size):
-            if table[r][self.rank] != out[r].numel():
-                raise GroupBroken(
-                    f"Rank {self._ranks[r]} sends {table[r][self.rank]} numbers, "
-                    f"rank {self._ranks[self.rank]} expects {out[r].numel()}."
-                )
-        step = SLOT // outgoing.element_size()
-        for start in range(0, max(sum(row) for row in table), step):
+        sizes = torch.tensor([[t.numel() for t in tensors], [t.numel() for t in out]], dtype=torch.int64)
+        what = _what(TO_ALL, dtype, 0)
+        self._slot(self._next, self.rank, torch.int64)[: 2 * self.size].view(2, -1).copy_(sizes)
+        parity = self._exchange(what)
+        tables = [self._slot(parity, r, torch.int64)[: 2 * self.size].view(2, -1).tolist() for r in range(self.size)]
+        for source in range(self.size):
+            for to in range(self.size):
+                sent, expected = tables[source][0][to], tables[to][1][source]
+                if sent != expected:
+                    raise self._broken(
+                        f"Ranks disagree in exchange {self._round}: in all_to_all, rank {self._ranks[source]} sends "
+                        f"{sent} entries, rank {self._ranks[to]} expects {expected}."
+                    )
+        step = SLOT // dtype.itemsize
+        for start in range(0, max(sum(sent) for sent, _ in tables), step):
             piece = outgoing[start : start + step]
-            self._slot(self._next, self.rank, outgoing.dtype)[: piece.numel()].copy_(piece)
-            parity = self._exchange(_TO_ALL, start)
+            self._slot(self._next, self.rank, dtype)[: piece.numel()].copy_(piece)
+            parity = self._exchange(what)
             for r in range(self.size):
-                first = sum(table[r][: self.rank])
+                first = sum(tables[r][0][: self.rank])
                 low, high = max(start, first), min(start + step, first + out[r].numel())
                 if low < high:
-                    source = self._slot(parity, r, outgoing.dtype)[low - start : high - start]
-                    out[r].view(-1)[low - first : high - first].copy_(source)
+                    source_piece = self._slot(parity, r, dtype)[low - start : high - start]
+                    out[r].view(-1)[low - first : high - first].copy_(source_piece)
         return out
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        out = tensor.contiguous() if self.rank == source else torch.empty_like(tensor).contiguous()
+        mine = self.rank == source
+        out = tensor.contiguous() if mine else torch.empty_like(tensor, memory_format=torch.contiguous_format)
         flat = out.view(-1)
+        what = _what(BROADCAST, out.dtype, flat.numel() * flat.element_size(), source)
         step = SLOT // out.element_size()
-        for start in range(0, flat.numel(), step):
+        for start in range(0, max(flat.numel(), 1), step):
             piece = flat[start : start + step]
-            if self.rank == source:
+            if mine:
                 self._slot(self._next, source, out.dtype)[: piece.numel()].copy_(piece)
-            parity = self._exchange(_BROADCAST, flat.numel())
-            if self.rank != source:
+            parity = self._exchange(what)
+            if not mine:
                 piece.copy_(self._slot(parity, source, out.dtype)[: piece.numel()])
         return out
 
     def barrier(self) -> None:
-        self._exchange(_BARRIER, 0)
+        self._exchange(_what(BARRIER, torch.uint8, 0))
+
+    def _check_lengths(self, lengths: Sequence[int], expected: int, place: int) -> None:
+        if place >= len(lengths) or lengths[place] != expected:
+            raise self._broken(
+                f"Rank {self._ranks[self.rank]} was given lengths {list(lengths)}, which do not fit its own {expected}."
+            )
 
     # -- pairs -------------------------------------------------------------------------------------------------
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
+        """Returns when the last of it is in the mailbox, which holds two slots."""
         box = _box(self.size, self.rank, to)
         words = self._segment.words
         flat = tensor.contiguous().view(-1).view(torch.uint8)
+        what = _what(SEND, tensor.dtype, flat.numel())
         for start in range(0, max(flat.numel(), 1), SLOT):
             piece = flat[start : start + SLOT]
             count = self._sent[to]
-            self._wait_pair(box + LINE, count - 1, to)  # two pieces fit: wait for all but the last to be read
+            if words[box + LINE] < count - 1 or WEAK:  # two pieces fit: wait for all but the last to be read
+                self._wait(box + LINE, count - 1, to, lambda: f"send of {_describe(what)}")
             self._mail(self.rank, to, count & 1)[: piece.numel()].copy_(piece)
-            words[box + 1 + (count & 1)] = flat.numel()
+            words[box + 1 + (count & 1)] = what
             self._sent[to] = count + 1
-            self._segment.publish(box, count + 1, to)
+            self._segment.publish(box, count + 1, (to,))
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         box = _box(self.size, source, self.rank)
         words = self._segment.words
         out = torch.empty(shape, dtype=dtype)
         flat = out.view(-1).view(torch.uint8)
+        what = _what(SEND, dtype, flat.numel())
         for start in range(0, max(flat.numel(), 1), SLOT):
             piece = flat[start : start + SLOT]
             count = self._received[source]
-            self._wait_pair(box, count + 1, source)
-            if words[box + 1 + (count & 1)] != flat.numel():
-                raise GroupBroken(
-                    f"Rank {self._ranks[source]} sends {words[box + 1 + (count & 1)]} bytes, "
-                    f"rank {self._ranks[self.rank]} expects {flat.numel()}."
+            if words[box] < count + 1 or WEAK:
+                self._wait(box, count + 1, source, lambda: "recv")
+            if words[box + 1 + (count & 1)] != what:
+                raise self._broken(
+                    f"Ranks disagree: rank {self._ranks[source]} does a {_describe(words[box + 1 + (count & 1)])}, "
+                    f"rank {self._ranks[self.rank]} expects a {_describe(what)}."
                 )
             piece.copy_(self._mail(source, self.rank, count & 1)[: piece.numel()])
             self._received[source] = count + 1
-            self._segment.publish(box + LINE, count + 1, source)
+            self._segment.publish(box + LINE, count + 1, (source,))
         return out
 
-    def _wait_pair(self, word: int, target: int, other: int) -> None:
-        who = f"rank {self._ranks[self.rank]} waits for rank {self._ranks[other]}"
-        self._segment.wait(word, target, lambda: who, self._timeout)
-
     def _mail(self, source: int, to: int, parity: int) -> torch.Tensor:
-        index = 2 * self.size + 2 * (source * self.size + to) + parity
-        view = self._views.get((index, torch.uint8))
-        if view is None:
-            view = self._views[index, torch.uint8] = self._flat(index * SLOT, SLOT, torch.uint8)
-        return view
+        return self._view(2 * self.size + 2 * (source * self.size + to) + parity, torch.uint8)
 
     def close(self) -> None:
+        """Leave the group and let go of the memory. Idempotent."""
+        if self._segment.fd >= 0:
+            self._segment.leave()
         self._views.clear()
         self._small.clear()
         self._segment.close()
 
 
-def _add_up(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum in the order of `pieces`; narrow floats of more than two ranks are rounded once, at the end."""
-    if len(pieces) > 2 and out.dtype in (torch.bfloat16, torch.float16):
-        total = pieces[0].float()
-        for piece in pieces[1:]:
-            total += piece
-        out.copy_(total)
-        return
-    torch.add(pieces[0], pieces[1], out=out)
-    for piece in pieces[2:]:
-        out += piece
+def _names(ranks: Sequence[int]) -> list[str]:
+    return [f"rank {rank}" for rank in ranks]
+
+
+def _what(operation: int, dtype: torch.dtype, nbytes: int, *shape: int) -> int:
+    """What a rank says it does: operation, dtype, a check of what else must be equal, and bytes, in one word."""
+    number = _NUMBERS.get(dtype)
+    if number is None:
+        raise ValueError(f"{dtype} cannot be exchanged")
+    check = zlib.crc32(repr(shape).encode()) & 0x1FFF if shape else 0
+    return operation << 58 | number << 53 | check << 40 | nbytes & (1 << 40) - 1
 
 
 def _describe(what: int) -> str:
-    operation, amount = what >> 48, what & (1 << 48) - 1
-    return f"{_OPERATIONS[operation] if 0 <= operation < len(_OPERATIONS) else 'garbage'} ({amount})"
+    return described(what >> 58 & 0xF, what >> 53 & 0x1F, what & (1 << 40) - 1)
 
 
 def _box(size: int, source: int, to: int) -> int:
-    """A pair's mailbox flags: pieces written (and bytes for each parity); a line later, pieces read. They lie behind
+    """A pair's mailbox flags: pieces written (and what each parity holds); a line later, pieces read. They lie behind
     the ranks' own lines, each of which holds a rank's round and what it did in the last two."""
     return LINE * (size + 2 * (source * size + to))
 
