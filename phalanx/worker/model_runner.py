@@ -20,21 +20,29 @@ from phalanx.sampling.sampler import NO_SCORES, Sampled, SamplingBatch, sample
 from phalanx.step import NO_TOKEN, PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs
 from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.request_table import RequestTable, StepInputs, StepRows
+from phalanx.worker.stage_link import StageLink
 
 _HEAD_ELEMENTS = 2**23
 """Most logits computed at once for prompt log-probabilities: 32 MiB."""
 
 
 class ModelRunner:
-    def __init__(self, decoder: Decoder, pool: KVPool, table: RequestTable, device: torch.device):
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, table: RequestTable, device: torch.device, link: StageLink | None = None
+    ):
+        """`link` joins the stages of a pipeline; a rank that holds all layers needs none."""
         self.decoder = decoder
+        self.link = link
         self.pool = pool
         self.table = table
         self.device = device
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """One step. Raises ValueError for a plan that contradicts itself."""
+    def run(self, plan: StepPlan) -> StepResult | None:
+        """One step; None in all pipeline stages but the last, which learns what to go on with from the next plan.
+
+        Raises ValueError for a plan that contradicts itself.
+        """
         began = time.perf_counter()
         rows = self.table.apply(plan)
         masks = _unpack_masks(plan, self.table.vocab_size)
@@ -44,6 +52,8 @@ class ModelRunner:
         if len(rows.slots):
             hidden, ends = self._forward(self.table.gather(rows))
             self.table.commit(rows)
+            if not self.decoder.is_last:
+                return None
             prompt_logprobs = self._prompt_logprobs(hidden, ends, rows, failures)
             if len(drawn):
                 sampled = self._sample(hidden, ends, rows, drawn, masks)
@@ -75,7 +85,11 @@ class ModelRunner:
             block_size=self.table.block_size,
             prompt_lens=inputs.prompt_lens.tolist(),
         )
-        hidden = self.decoder(self._tensor(inputs.token_ids), self._tensor(inputs.positions), self.pool.caches, layout)
+        tokens, positions = self._tensor(inputs.token_ids), self._tensor(inputs.positions)
+        before = self.link.receive(len(tokens)) if self.link is not None and not self.decoder.is_first else None
+        hidden = self.decoder(tokens, positions, self.pool.caches, layout, before)
+        if self.link is not None and not self.decoder.is_last:
+            self.link.send(hidden)
         return hidden, inputs.query_start[1:]
 
     def _sample(

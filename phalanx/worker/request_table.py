@@ -92,10 +92,9 @@ class RequestTable:
         return rows
 
     def release(self, slot: int) -> None:
+        """The slot is free. What its row holds is not cleared: `admit` overwrites or bounds all of it."""
         if 0 <= slot < len(self.active):
             self.active[slot] = False
-            self.length[slot] = self.computed[slot] = self.num_blocks[slot] = 0
-            self.sampled[slot] = NO_TOKEN
             self.sampling.forget(slot)
 
     def admit(self, admission: Admission) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 
 import torch
 
@@ -24,13 +25,16 @@ from phalanx.executor.base import CacheLayout, LoadProgress, WorkerStatus
 from phalanx.loading.loader import load_decoder
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import read_spec
+from phalanx.models.shares import kv_bytes_per_token, weight_bytes
 from phalanx.models.spec import DecoderSpec
-from phalanx.step import NO_TOKEN, ON_DEVICE, Admission, Rows, SamplingState, StepPlan, StepResult, pack
+from phalanx.models.split import Split
+from phalanx.step import NO_TOKEN, Admission, Rows, SamplingState, StepPlan, StepResult, pack
 from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.limits import Memory, host_memory, usable_cores
-from phalanx.worker.memory import Needs, activation_bytes, cache_size, check_before_loading
+from phalanx.worker.memory import CacheSize, Needs, activation_bytes, cache_size, check_before_loading
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.request_table import RequestTable
+from phalanx.worker.stage_link import StageLink
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,27 +42,40 @@ _WARM_UP_TOKENS = 16
 
 
 def open_worker(
-    config: EngineConfig, *, mesh: Mesh | None = None, rank: int = 0, groups: Groups | None = None
-) -> Worker:
-    """A worker for the configured model, not loaded yet. `config` is resolved. Raises UserError."""
+    config: EngineConfig, *, mesh: Mesh | None = None, rank: int = 0, groups: Groups | None = None,
+    tensor_weights: Sequence[Sequence[float]] = (), stage_layers: Sequence[int] = (), node_ranks: int = 1,
+) -> Worker:  # fmt: skip
+    """A worker for the configured model, not loaded yet. `config` is resolved. Raises UserError.
+
+    `tensor_weights` (per stage) and `stage_layers` say how the model is cut; both are even when empty. `node_ranks`
+    ranks share this host's memory.
+    """
     checkpoint = locate(config.model.model, revision=config.model.revision)
     spec = read_spec(checkpoint.config)
-    return Worker(config, checkpoint, spec, mesh or Mesh(), rank, groups or Groups())
+    mesh = mesh or Mesh()
+    stage = mesh.place(rank).pp
+    split = Split.of(spec, mesh, stage, stage_layers=stage_layers, tensor_weights=tensor_weights)
+    return Worker(config, checkpoint, spec, mesh, rank, groups or Groups(), split, node_ranks)
 
 
 class Worker:
     """One rank."""
 
     def __init__(
-        self, config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups
-    ):
-        """Raises ConfigError for a device that is not there."""
+        self, config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups,
+        split: Split | None = None, node_ranks: int = 1,
+    ):  # fmt: skip
+        """Raises ConfigError for a device that is not there, or a mesh that the model cannot be cut for."""
         self.config = config
         self.checkpoint = checkpoint
         self.spec = spec
         self.mesh = mesh
         self.rank = rank
-        self.groups = groups
+        self.place = mesh.place(rank)
+        self.split = split or Split.even(spec, mesh, self.place.pp)
+        self.groups = groups.handles()
+        """Other transports are bound to these in each epoch; the decoder is built with them once."""
+        self.node_ranks = node_ranks
         self.epoch = 0
         self.state = "loading"
         self.device = _device(config.model.device)
@@ -78,7 +95,7 @@ class Worker:
         """Read the weights. Raises NotEnoughMemory before reading any when they cannot fit, CheckpointError."""
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         model = self.config.model
-        self._weights = self.spec.weight_bytes(model.dtype)
+        self._weights = weight_bytes(self.spec, self.mesh, self.split, self.place, model.dtype)
         scheduler = self.config.scheduler
         self._activations = activation_bytes(
             self.spec, model.dtype, tokens=scheduler.max_num_batched_tokens, rows=scheduler.max_num_seqs
@@ -99,27 +116,44 @@ class Worker:
             backend=attention.backend,
             load_format="dummy" if model.load_format == "dummy" else "auto",
             progress=None if progress is None else lambda share: progress("weights", share),
+            split=self.split,
         )
         self._weights = self._decoder.nbytes
 
-    def allocate(self, progress: LoadProgress | None = None) -> CacheLayout:
-        """Size and allocate the KV cache, and run once, so that the first request finds everything ready.
+    def rejoin(self, groups: Groups) -> None:
+        """The transports of a new epoch; the weights stay. `allocate` makes the rest new."""
+        self.groups.bind(groups)
 
-        Raises NotEnoughMemory.
+    def cache_size(self) -> CacheSize:
+        """How many blocks this rank can hold beside its weights. Raises NotEnoughMemory."""
+        decoder = self._loaded()
+        if self._pool is not None:  # what is there can be had again
+            return CacheSize(self._pool.blocks, self.cache_reason)
+        if self.device.type == "cuda":
+            self._activations = self._measured_activations(decoder)
+        size = cache_size(self._needs(), self._memory(), self.config.cache, device=self.device.type)
+        self.cache_reason = size.reason
+        return size
+
+    def allocate(
+        self, progress: LoadProgress | None = None, *, blocks: int | None = None, epoch: int = 0
+    ) -> CacheLayout:
+        """Allocate a KV cache of `blocks` (default: `cache_size`), forget all requests, and run once, so that the
+        first request finds everything ready. Plans of `epoch` count from now on. Raises NotEnoughMemory.
         """
         decoder = self._loaded()
         report = progress or _silent
         report("kv cache", 0.0)
-        if self.device.type == "cuda":
-            self._activations = self._measured_activations(decoder)
-        needs = self._needs()
-        size = cache_size(needs, self._memory(), self.config.cache, device=self.device.type)
-        self.cache_reason = size.reason
-        self._pool = self._new_pool(decoder, size.blocks)
+        if blocks is None:
+            blocks = self.cache_size().blocks
+        if self._pool is None or self._pool.blocks != blocks:
+            self._pool = None  # before the new one, so that both are never there
+            self._pool = self._new_pool(decoder, blocks)
         self._runner = self._new_runner(decoder, self._pool)
+        self.epoch = epoch
         report("kv cache", 1.0)
         report("warm-up", 0.0)
-        self._warm_up(self._runner, tokens=min(_WARM_UP_TOKENS, needs.max_model_len), rows=1)
+        self._warm_up(self._runner, tokens=min(_WARM_UP_TOKENS, self._max_model_len()), rows=1)
         report("warm-up", 1.0)
         self.state = "ready"
         return self.layout()
@@ -155,8 +189,8 @@ class Worker:
         self.state = "ready"
 
     def status(self) -> WorkerStatus:
-        layers = self.spec.layers
-        first, last = self._decoder.layer_range if self._decoder is not None else (0, len(layers))
+        first, last = self.split.layers.ranges[self.place.pp]
+        heads = [self.split.heads(layer.attention).length(self.place.tp) for layer in self.spec.layers[first:last]]
         return WorkerStatus(
             rank=self.rank,
             pid=os.getpid(),
@@ -164,7 +198,7 @@ class Worker:
             device=str(self.device),
             state=self.state,
             layers=f"{first}-{last}",
-            heads=max((layer.attention.num_heads for layer in layers), default=0),
+            heads=max(heads, default=0),
             memory={
                 "weights": self._weights,
                 "kv_cache": self._pool.nbytes if self._pool is not None else 0,
@@ -204,7 +238,10 @@ class Worker:
             blocks=pool.blocks,
             vocab_size=self.spec.vocab_size,
         )
-        return ModelRunner(decoder, pool, table, self.device)
+        link = None
+        if self.mesh.pp > 1:
+            link = StageLink(self.groups, self.place, self.spec.hidden_size, decoder.dtype, self.device)
+        return ModelRunner(decoder, pool, table, self.device, link)
 
     def _max_model_len(self) -> int:
         return self.config.model.max_model_len or self.spec.max_positions
@@ -213,7 +250,7 @@ class Worker:
         return Needs(
             weights=self._weights,
             activations=self._activations,
-            kv_bytes_per_token=self.spec.kv_bytes_per_token(self.config.cache.kv_cache_dtype),
+            kv_bytes_per_token=kv_bytes_per_token(self.spec, self.split, self.place, self.config.cache.kv_cache_dtype),
             block_size=self.config.cache.block_size,
             max_model_len=self._max_model_len(),
             max_num_seqs=self.config.scheduler.max_num_seqs,
@@ -223,7 +260,8 @@ class Worker:
         if self.device.type == "cuda":
             available, total = torch.cuda.mem_get_info(self.device)
             return Memory(total=total, available=available)
-        return host_memory()
+        memory = host_memory()
+        return Memory(memory.total // self.node_ranks, memory.available // self.node_ranks)
 
     def _measured_activations(self, decoder: Decoder) -> int:
         """Peak bytes of the largest step, beside weights and cache; CUDA counts what it hands out."""
@@ -258,7 +296,7 @@ class Worker:
         ]
         slots = pack(range(rows), "H")
         prefill = Rows(slots=slots, num_tokens=pack([tokens] * rows, "H"), last_tokens=pack([NO_TOKEN] * rows))
-        decode = Rows(slots=slots, num_tokens=pack([1] * rows, "H"), last_tokens=pack([ON_DEVICE] * rows))
+        decode = Rows(slots=slots, num_tokens=pack([1] * rows, "H"), last_tokens=pack([0] * rows))
         runner.run(StepPlan(epoch=self.epoch, step_id=0, admissions=admissions, rows=prefill))
         if tokens < self._max_model_len():
             runner.run(StepPlan(epoch=self.epoch, step_id=0, rows=decode))
