@@ -243,12 +243,12 @@ class Scheduler:
         self._extend_hashes(request)
         usable = request.hashes[: (len(request.tokens) - 1) // self.pool.block_size]
         cached = self.pool.lookup(usable)
-        request.awaits = usable[len(cached)] if len(cached) < len(usable) else None
-        return None if request.awaits is not None and self.pool.is_expected(request.awaits) else cached
+        following = usable[len(cached) : len(cached) + 1]
+        request.awaits = following[0] if following and self.pool.is_expected(following[0]) else None
+        return None if request.awaits is not None else cached
 
     def _admit(self, request: Request, table: list[int], num_cached: int, now: float) -> None:
         self.queue.remove(request, now)
-        request.awaits = None
         insort(self.running, request, key=Request.order)
         request.slot = self._free_slots.pop()
         request.blocks = table
@@ -370,7 +370,6 @@ class Scheduler:
         self.requeue_all()
         self._forget_workers(epoch, layout)
         for request in tuple(self.requests.values()):
-            request.awaits = None
             try:
                 self._check_fits(request)
             except InvalidRequest as error:

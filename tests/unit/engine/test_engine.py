@@ -9,7 +9,7 @@ import pytest
 
 from phalanx.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from phalanx.engine.engine import MAX_RECOVERIES, Engine
-from phalanx.errors import ContextLengthExceeded, EngineDead, InvalidRequest
+from phalanx.errors import ContextLengthExceeded, EngineDead, InvalidRequest, QueueFull
 from phalanx.executor.base import CacheLayout, WorkerDied
 from phalanx.sampling_params import StructuredOutputs
 from tests.helpers.engine_driver import VOCAB, Driver, make_request
@@ -23,7 +23,7 @@ def engine_with(compile_grammar: object = compile_fake, **options: int) -> Engin
         EngineConfig(
             model=ModelConfig(max_model_len=48),
             cache=CacheConfig(block_size=4),
-            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16),
+            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_num_queued_reqs=2),
         ),
         FakeExecutor(layout, max_num_seqs=4, max_num_batched_tokens=16),
         layout,
@@ -234,6 +234,12 @@ def test_the_loop_does_not_wait_for_a_compilation() -> None:
     while "length" not in reasons:
         reasons += [output.finish_reason for output in engine.step() if output.request_id == "plain"]
     assert engine.status().waiting == 1
+    for number in range(4 + 1):  # as many slots, and two places in the queue
+        engine.add(make_request(str(number), [1]))
+    with pytest.raises(QueueFull):
+        engine.add(make_request("too many", [1]))
+    engine.abort(map(str, range(5)))
+    engine.step()
     assert engine.step() == []  # nothing to do but to wait a moment
     compiled.set()
     assert run(engine) == {"grammar": [None, None, None, "stop"]}
@@ -330,6 +336,35 @@ def test_a_shrunken_cache_refuses_only_what_no_longer_fits() -> None:
     assert error.error is not None
     assert "KV cache holds 32" in error.error.message
     assert driver.engine.status().blocks == 8
+    driver.drain()
+
+
+def test_a_cache_that_shrinks_while_a_grammar_compiles() -> None:
+    compiled = threading.Event()
+
+    def slow(asked: StructuredOutputs) -> FakeGrammar:
+        compiled.wait(30)
+        return compile_fake(asked)
+
+    engine = engine_with(slow)
+    engine.add(make_request("grammar", [2] * 30, structured_outputs=structured(1, 3)))
+    engine.add(make_request("plain", [1]))
+    executor = engine._executor
+    assert isinstance(executor, FakeExecutor)
+    executor.restart_layouts = [CacheLayout(8, 4, 1, VOCAB)]
+    executor.lose_submit = True
+    engine.step()
+    compiled.set()
+    assert run(engine)["grammar"] == ["error"]
+
+
+def test_cached_tokens_are_counted_in_the_prompt_only() -> None:
+    driver = Driver()
+    wanted = driver.ask("a", [1, 2, 3], max_tokens=20).wanted
+    driver.drain()
+    driver.ask("b", [1, 2, 3], max_tokens=20, output_token_ids=tuple(wanted[:15]))
+    counted = [output.num_cached_tokens for _ in range(2) for output in driver.step() if output.token_ids]
+    assert counted[0] == 3
     driver.drain()
 
 

@@ -241,8 +241,8 @@ def test_a_preempted_request_goes_before_new_ones() -> None:
 
 def test_an_admission_leaves_a_free_block_for_each_running_request() -> None:
     driver = driver_with(blocks=10, block_size=4, prefix_caching=False)
-    for name, length in (("a", 8), ("b", 8)):
-        driver.ask(name, [1] * length, max_tokens=9)
+    for name, length in (("a", 5), ("b", 5)):
+        driver.ask(name, [1] * length, max_tokens=8)
     driver.step()
     driver.ask("c", [2] * 20, max_tokens=1)  # 5 blocks, of 6 that are free
     driver.step()
