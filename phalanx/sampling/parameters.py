@@ -107,8 +107,6 @@ class SamplingTable:
         """The slot is free: drop what it holds memory for."""
         self._constraints[slot] = None
         self.constrained[slot] = self.penalised[slot] = False
-        self.min_tokens[slot] = 0
-        self.logprobs[slot] = self.prompt_logprobs[slot] = -1
 
     def append(self, slots: NDArray[np.int64], tokens: NDArray[np.int32]) -> None:
         """Each of `slots` produced the token beside it."""

@@ -210,6 +210,24 @@ class TestShell:
         assert answer(worker.run(plan([Run(0, 1)], admit=[admission(0, [5], [0])]))).tokens
         worker.close()
 
+    @pytest.mark.parametrize(("max_model_len", "rows", "tokens"), [(80, 8, 256), (3, 8, 256), (80, 300, 7), (1, 2, 5)])
+    def test_the_measuring_step_of_a_gpu_is_a_legal_one(self, model, monkeypatch, max_model_len, rows, tokens):
+        """The step itself runs here; only the device's counters are made up."""
+        options = {"max_model_len": max_model_len, "max_num_seqs": rows, "max_num_batched_tokens": tokens}
+        worker = started(model, kv_cache_memory_bytes="10M", **options)
+        for name in ("synchronize", "reset_peak_memory_stats", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *args: 100)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *args: 350)
+        results = []
+        ran = worker_module.ModelRunner.run
+        monkeypatch.setattr(worker_module.ModelRunner, "run", lambda *args: results.append(ran(*args)) or results[-1])
+        assert worker._measured_activations(worker._decoder) == 250
+        assert not any(result.failures for result in results)
+        sampled = [len(answer(result).tokens) for result in results]
+        assert sampled[0] == min(rows, tokens) and sampled[-1] == 0
+        worker.close()
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
     def test_a_missing_device_is_a_user_error(self, model):
         with pytest.raises(ConfigError, match="finds no CUDA device"):

@@ -63,6 +63,9 @@ def test_a_token_on_the_device_is_used_once():
     assert inputs.token_ids.tolist() == [77]
     rows, _ = step(at, Run(3, 1, last=ON_DEVICE))
     assert [f.slot for f in rows.failures] == [3]
+    at.sampled[4] = 50  # left by an earlier request
+    rows, _ = step(at, Run(4, 2, last=ON_DEVICE), admit=[admission(4, [1], [1])])
+    assert [f.slot for f in rows.failures] == [4]  # it has sampled nothing yet
 
 
 def test_blocks_go_to_their_rows_in_order():
@@ -276,6 +279,7 @@ def test_release_forgets_what_is_kept():
     )
     step(at, Run(0, 2), admit=[admission(0, [1, 2], [0], sampling=penalised)])
     step(at, release=[0])
+    assert not list(at.sampling.constraints(np.array([0]), np.array([9])))  # their memory is given back
     rows, _ = step(at, Run(0, 2), admit=[admission(0, [3, 4], [0], sampling=GREEDY)])
     assert rows.samples.tolist() == [True]
     assert at.sampling.logprobs[0] == at.sampling.prompt_logprobs[0] == -1
