@@ -1,0 +1,99 @@
+"""What a started server says, and the sums in it; what loading shows; which addresses count as safe."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from phalanx.config import EngineConfig
+from phalanx.engine.client import EngineInfo
+from phalanx.executor.base import WorkerStatus
+from phalanx.server.middleware import allowed_hosts
+from phalanx.server.progress import LoadingLine
+from phalanx.server.summary import base_url, curl, summary
+
+INFO = EngineInfo(
+    model="m", dtype="bfloat16", device="cuda:0", max_model_len=40_960, vocab_size=10, block_size=16, blocks=40_202,
+    kv_bytes=3 * 2**30, pid=1, executor="inprocess", mesh={"dp": 1, "pp": 2, "cp": 1, "tp": 2}, load_s=1.25,
+)  # fmt: skip
+WORKER = WorkerStatus(0, 1, "here", "cuda:0", "ready", "0-30", 9, {"weights": 2**29, "kv_cache": 3 * 2**30, "free": 0})
+
+
+def config(**options: object) -> EngineConfig:
+    return EngineConfig.from_options(**options)
+
+
+def test_words_that_users_look_for() -> None:
+    text = summary(config(), INFO, [WORKER], ("m",), has_chat=True)
+    assert "GPU KV cache size: 643,232 tokens" in text
+    assert "Maximum concurrency for 40,960 tokens per request: 15.70x" in text
+    assert "Layout: 4 workers (pp 2, tp 2), executor inprocess" in text
+    assert "512.0 MiB" in text
+    assert "activations" in text
+
+
+def test_cpu_is_called_cpu() -> None:
+    assert "CPU KV cache size: 643,232 tokens" in summary(
+        config(), replace_info(device="cpu"), [], ("m",), has_chat=False
+    )
+
+
+def replace_info(**changes: object) -> EngineInfo:
+    import msgspec
+
+    return msgspec.structs.replace(INFO, **changes)
+
+
+def test_keys_are_never_shown_and_open_servers_warn() -> None:
+    open_text = summary(config(host="0.0.0.0"), INFO, [], ("m",), has_chat=True)
+    assert "WARNING" in open_text
+    locked = summary(config(host="0.0.0.0", api_key=("secret",)), INFO, [], ("m",), has_chat=True)
+    assert "secret" not in locked
+    assert "WARNING" not in locked
+    assert "$PHALANX_API_KEY" in locked
+
+
+def test_addresses_for_a_client_on_this_machine() -> None:
+    server = config(port=81).server
+    assert base_url(server) == "http://127.0.0.1:81"
+    assert base_url(replace(server, host="0.0.0.0")) == "http://127.0.0.1:81"
+    assert base_url(replace(server, host="::")) == "http://[::1]:81"
+    assert base_url(replace(server, ssl_certfile="x")) == "https://127.0.0.1:81"
+    assert "/v1/completions" in curl(server, has_chat=False)
+    assert "/v1/chat/completions" in curl(server, has_chat=True)
+
+
+def test_default_hosts() -> None:
+    assert allowed_hosts((), bind_host="127.0.0.1", has_key=False) is None
+    assert allowed_hosts((), bind_host="127.0.0.1", has_key=True) == ("*",)
+    assert allowed_hosts((), bind_host="0.0.0.0", has_key=False) == ("*",)
+    assert allowed_hosts(("a",), bind_host="127.0.0.1", has_key=True) == ("a",)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_without_a_terminal_is_a_few_lines() -> None:
+    stream = io.StringIO()
+    line = LoadingLine(stream)
+    for step in range(1001):
+        line("weights", step / 1000)
+    line("kv cache", 1.0)
+    line.finish()
+    assert stream.getvalue().splitlines() == [
+        "loading: weights 0%", "loading: weights 25%", "loading: weights 50%", "loading: weights 75%",
+        "loading: weights 100%", "loading: kv cache 100%",
+    ]  # fmt: skip
+
+
+def test_progress_on_a_terminal_is_one_line_a_phase() -> None:
+    stream = Terminal()
+    line = LoadingLine(stream)
+    for step in range(1001):
+        line("weights", step / 1000)
+    line("kv cache", 1.0)
+    line.finish()
+    assert stream.getvalue().count("\n") == 2
+    assert stream.getvalue().count("\r") < 50
