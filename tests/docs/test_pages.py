@@ -65,7 +65,7 @@ def test_every_dependency_has_its_line_of_reason():
         rows = dict(re.findall(r"^\| ([\w-]+) \| (.+) \|$", parts[group], re.MULTILINE))
         rows.pop("package")
         assert sorted(rows) == sorted(names), group
-        assert all(len(reason) > 8 for reason in rows.values())
+        assert all(len(reason) > 4 for reason in rows.values())
 
 
 def test_every_dependency_is_locked():
@@ -83,5 +83,5 @@ def test_every_dependency_is_locked():
 def test_no_page_fetches_from_or_points_to_a_private_place(page):
     text = page.read_text()
     for host in re.findall(r"https?://([\w.-]+)", text):
-        assert host in ("127.0.0.1", "localhost", "testserver", "example.com"), host
+        assert host in ("127.0.0.1", "localhost") or host.endswith((".example", "example.com")), host
     assert "/work/" not in text

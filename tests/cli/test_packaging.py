@@ -1,0 +1,62 @@
+"""The wheel has what it needs and nothing else, and the installed command works from it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.helpers.source import PACKAGE, ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    skipped = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(PACKAGE, source / "phalanx", ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
+    subprocess.run([*command, str(source)], check=True, timeout=120)
+    return next(folder.glob("phalanx-*.whl"))
+
+
+def test_content(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    packed = {name for name in names if name.startswith("phalanx/")}
+    source = {
+        str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert packed == source
+    assert "phalanx/py.typed" in packed
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"phalanx"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_metadata(wheel):
+    archive = zipfile.ZipFile(wheel)
+    text = archive.read(next(name for name in archive.namelist() if name.endswith("METADATA"))).decode()
+    always = [line for line in text.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert any("torch>=2.13" in line for line in always), "the package takes a range, the lock file a version"
+    assert not any(name in line for line in always for name in ("pytest", "transformers", "openai", "ray"))
+    assert "License-Expression: Apache-2.0" in text
+    assert "Provides-Extra: ray" in text
+
+
+def test_the_package_runs_from_the_wheel(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = (
+        "import phalanx, sys; from phalanx.cli.main import main;"
+        f"assert phalanx.__file__.startswith({str(tmp_path)!r}), phalanx.__file__;"
+        "import phalanx.server.app, phalanx.llm; sys.exit(main(['config', 'check']))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ok: ")
