@@ -250,7 +250,7 @@ class _Serving:
         template = engine.chat_template
         has_chat = template is not None and template.source is not None
         config = dataclasses.replace(engine.config, server=self._config.server)
-        print(summary(config, info, engine.status().workers, state.model_names(), has_chat=has_chat), flush=True)
+        print(summary(config, info, engine.status(), state.model_names(), has_chat=has_chat), flush=True)
         print(f"Ready: {base_url(self._config.server)}", flush=True)
 
     async def _drain(self, state: ServerState, seconds: float) -> None:

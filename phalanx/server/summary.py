@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from phalanx.config import EngineConfig, ServerConfig
-from phalanx.engine.client import EngineInfo
-from phalanx.executor.base import WorkerStatus
+from phalanx.engine.client import EngineInfo, EngineStatus
 from phalanx.server.middleware import is_loopback
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 (compared with, not bound)
@@ -20,7 +19,7 @@ def base_url(server: ServerConfig) -> str:
 
 
 def summary(
-    config: EngineConfig, info: EngineInfo, workers: list[WorkerStatus], names: tuple[str, ...], *, has_chat: bool
+    config: EngineConfig, info: EngineInfo, status: EngineStatus, names: tuple[str, ...], *, has_chat: bool
 ) -> str:
     """`config` is resolved and has the real port."""
     device = "GPU" if info.device.startswith("cuda") else info.device.upper()
@@ -31,7 +30,7 @@ def summary(
         f"Layout: {_layout(info.mesh)}, executor {info.executor}",
         f"{device} KV cache size: {tokens:,} tokens ({blocks})",
         f"Maximum concurrency for {info.max_model_len:,} tokens per request: {tokens / info.max_model_len:.2f}x",
-        *_memory_table(workers),
+        *_memory_table(status),
         *_safety(config.server),
         "",
         "Try it:",
@@ -56,12 +55,12 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _memory_table(workers: list[WorkerStatus]) -> list[str]:
-    if not workers:
+def _memory_table(status: EngineStatus) -> list[str]:
+    if not status.workers:
         return []
     columns = ("weights", "kv_cache", "activations", "free")
     lines = ["Memory:  rank  device  layers    " + "".join(f"{name.replace('_', ' '):>13}" for name in columns)]
-    for worker in workers:
+    for worker in status.workers:
         sizes = "".join(f"{_size(worker.memory[name]) if name in worker.memory else '-':>13}" for name in columns)
         lines.append(f"         {worker.rank:<4}  {worker.device:<6}  {worker.layers:<8}  {sizes}")
     return lines

@@ -6,7 +6,7 @@ import io
 from dataclasses import replace
 
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineInfo
+from phalanx.engine.client import EngineInfo, EngineStatus
 from phalanx.executor.base import WorkerStatus
 from phalanx.server.middleware import allowed_hosts
 from phalanx.server.progress import LoadingLine
@@ -24,7 +24,7 @@ def config(**options: object) -> EngineConfig:
 
 
 def test_words_that_users_look_for() -> None:
-    text = summary(config(), INFO, [WORKER], ("m",), has_chat=True)
+    text = summary(config(), INFO, EngineStatus("ready", workers=[WORKER]), ("m",), has_chat=True)
     assert "GPU KV cache size: 643,232 tokens" in text
     assert "Maximum concurrency for 40,960 tokens per request: 15.70x" in text
     assert "Layout: 4 workers (pp 2, tp 2), executor inprocess" in text
@@ -34,7 +34,7 @@ def test_words_that_users_look_for() -> None:
 
 def test_cpu_is_called_cpu() -> None:
     assert "CPU KV cache size: 643,232 tokens" in summary(
-        config(), replace_info(device="cpu"), [], ("m",), has_chat=False
+        config(), replace_info(device="cpu"), EngineStatus("ready"), ("m",), has_chat=False
     )
 
 
@@ -45,9 +45,9 @@ def replace_info(**changes: object) -> EngineInfo:
 
 
 def test_keys_are_never_shown_and_open_servers_warn() -> None:
-    open_text = summary(config(host="0.0.0.0"), INFO, [], ("m",), has_chat=True)
+    open_text = summary(config(host="0.0.0.0"), INFO, EngineStatus("ready"), ("m",), has_chat=True)
     assert "WARNING" in open_text
-    locked = summary(config(host="0.0.0.0", api_key=("secret",)), INFO, [], ("m",), has_chat=True)
+    locked = summary(config(host="0.0.0.0", api_key=("secret",)), INFO, EngineStatus("ready"), ("m",), has_chat=True)
     assert "secret" not in locked
     assert "WARNING" not in locked
     assert "$PHALANX_API_KEY" in locked
