@@ -11,12 +11,13 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from phalanx.errors import InvalidRequest, RequestTooLarge
+from phalanx.errors import InvalidRequest, QueueFull, RequestTooLarge
 from phalanx.server.failures import ClientGone, HttpError, invalid_fields
 
 MAX_DEPTH = 128
@@ -25,6 +26,9 @@ MAX_DEPTH = 128
 GRACE_S = 15.0
 MIN_BYTES_PER_S = 4096
 """A body has `GRACE_S` seconds, and one more for every `MIN_BYTES_PER_S` that have arrived."""
+
+MAX_HELD = 256 * 2**20
+"""Bytes of bodies that are being received or parsed, over all requests."""
 
 LARGE = 64 * 1024
 """Bodies above this many bytes are parsed on a thread, so that the event loop goes on serving others."""
@@ -36,13 +40,33 @@ _CLOSE = {"Connection": "close"}
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def read_request(request: Request, kind: type[Body], max_bytes: int) -> Body:
-    """The body as a `kind`. Raises InvalidRequest, RequestTooLarge, HttpError (408, 415) and ClientGone."""
-    check_headers(request, max_bytes)
-    data = await read_bytes(request, max_bytes)
-    if len(data) > LARGE:
-        return await asyncio.to_thread(parse, data, kind)
-    return parse(data, kind)
+class BodyReader:
+    """Reads the bodies of one application, and holds at most `MAX_HELD` bytes (or one whole body) of them at a time."""
+
+    def __init__(self, max_bytes: int):
+        self._max_bytes = max_bytes
+        self._max_held = max(MAX_HELD, max_bytes)
+        self._held = 0
+
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """The body as a `kind`. Raises InvalidRequest, RequestTooLarge, HttpError (408, 415), QueueFull, ClientGone."""
+        check_headers(request, self._max_bytes)
+        mine = 0
+
+        def hold(size: int) -> None:
+            nonlocal mine
+            if self._held + size > self._max_held:
+                raise _too_much_at_once()
+            self._held += size
+            mine += size
+
+        try:
+            data = await read_bytes(request, self._max_bytes, hold)
+            if len(data) > LARGE:
+                return await asyncio.to_thread(parse, data, kind)
+            return parse(data, kind)
+        finally:
+            self._held -= mine
 
 
 def parse(data: bytes, kind: type[Body]) -> Body:
@@ -82,7 +106,8 @@ def check_headers(request: Request, max_bytes: int) -> None:
         raise _too_large(max_bytes)
 
 
-async def read_bytes(request: Request, max_bytes: int) -> bytes:
+async def read_bytes(request: Request, max_bytes: int, hold: Callable[[int], None]) -> bytes:
+    """`hold` is told of every piece before it is kept, and may refuse it."""
     loop = asyncio.get_running_loop()
     started = loop.time()
     chunks: list[bytes] = []
@@ -102,6 +127,7 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
         size += len(chunk)
         if size > max_bytes:
             raise _too_large(max_bytes)
+        hold(len(chunk))
         chunks.append(chunk)
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
@@ -174,6 +200,12 @@ def _deeper_than(content: Any, limit: int) -> bool:
 
 def _too_deep() -> InvalidRequest:
     return InvalidRequest(f"The request body is nested deeper than {MAX_DEPTH} levels.", code="invalid_json")
+
+
+def _too_much_at_once() -> QueueFull:
+    error = QueueFull("Too many large requests are arriving at once.", fix="Try again soon.", retry_after=2.0)
+    error.headers = dict(_CLOSE)  # type: ignore[attr-defined]
+    return error
 
 
 def _too_large(max_bytes: int) -> RequestTooLarge:

@@ -12,7 +12,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phalanx.errors import InvalidRequest, PhalanxError
-from phalanx.server.bodies import read_request
 from phalanx.server.failures import ClientGone
 from phalanx.server.generation import Generation
 from phalanx.server.middleware import log_bug, sane_request_id
@@ -81,7 +80,7 @@ class Call(Generic[Body]):
 async def receive_call(state: ServerState, request: Request, kind: type[Body]) -> Call[Body]:
     """Raises PhalanxError, ClientGone."""
     deadline = state.in_flight.deadline()
-    body = await read_request(request, kind, state.config.limits.max_body_bytes)
+    body = await state.bodies.read(request, kind)
     if body.model_extra:
         refuse_unsupported(body.model_extra, state.unknown_fields)
     request_id = getattr(body, "request_id", None)

@@ -11,6 +11,7 @@ from phalanx.config import EngineConfig
 from phalanx.errors import ModelNotFound
 from phalanx.metrics.engine_snapshot import EngineSnapshot
 from phalanx.metrics.serving import ServingMetrics
+from phalanx.server.bodies import BodyReader
 from phalanx.server.request_fields import UnknownFields
 from phalanx.server.streaming import InFlight
 
@@ -25,6 +26,7 @@ class ServerState:
         self.created = int(time.time())
         self.draining = False
         self.in_flight = InFlight(config.server.request_timeout)
+        self.bodies = BodyReader(config.limits.max_body_bytes)
         self.unknown_fields = UnknownFields()
         self.metrics = ServingMetrics(self.model_name, self.snapshot)
         self.long_texts = asyncio.Semaphore(1)

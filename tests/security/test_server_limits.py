@@ -213,6 +213,25 @@ async def test_a_body_that_trickles(server: EchoServer, monkeypatch: pytest.Monk
     assert bodies.MIN_BYTES_PER_S <= 8192  # a slow line may still send 8 MB in its time
 
 
+async def test_all_bodies_together_are_bounded(server: EchoServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.state.bodies, "_max_held", 100_000)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    async with on_socket(server.app) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        for _, writer in held:
+            writer.write(head + b"Content-Length: 50000\r\n\r\n" + b" " * 45_000)
+        answers = [asyncio.create_task(reader.read(200)) for reader, _ in held]
+        done, waiting = await asyncio.wait(answers, timeout=1)
+        (refused,) = done
+        assert b" 503 " in refused.result()[:20]
+        for _, writer in held:
+            writer.close()
+        await asyncio.gather(*waiting)
+        await asyncio.sleep(0.1)
+    assert server.state.bodies._held == 0
+    await healthy(server)
+
+
 async def test_a_client_that_leaves_while_sending(server: EchoServer) -> None:
     async with on_socket(server.app) as port:
         for _ in range(20):
