@@ -19,7 +19,6 @@ from phalanx.models.spec import (
     GatedMlp,
     LayerSpec,
     NormSpec,
-    PlainMlp,
     PostNormLayer,
     PreNormLayer,
     RopeSpec,
@@ -80,8 +79,8 @@ def _attention(name: str, spec: AttentionSpec, context: BlockContext) -> Attenti
     )  # fmt: skip
 
 
-def _feed_forward(name: str, spec: GatedMlp | PlainMlp, context: BlockContext) -> GatedFeedForward | FeedForward:
-    inner = context.split.cut(spec.intermediate_size, context.linear.scheme.shard_unit)
+def _feed_forward(name: str, layer: LayerSpec, context: BlockContext) -> GatedFeedForward | FeedForward:
+    spec, inner = layer.mlp, context.split.inner(layer, context.linear.scheme.shard_unit)
     kind = GatedFeedForward if isinstance(spec, GatedMlp) else FeedForward
     return kind(name, context.hidden, inner, spec.activation, spec.bias, context.linear)
 
@@ -93,7 +92,7 @@ class Block(nn.Module):
         super().__init__()
         self.spec = spec
         self.attention = _attention(f"{name}.attention", spec.attention, context)
-        self.mlp = _feed_forward(f"{name}.mlp", spec.mlp, context)
+        self.mlp = _feed_forward(f"{name}.mlp", spec, context)
         self.attention_norm = make_norm(f"{name}.attention_norm", spec.attention_norm, context.hidden, context.linear)
         self.mlp_norm = make_norm(f"{name}.mlp_norm", spec.mlp_norm, context.hidden, context.linear)
 

@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         dtype, device = linear.dtype, linear.device
 
         def table(name: str, bias: bool) -> VocabularyTable:
-            vocabulary = self.split.cut(spec.vocab_size)
+            vocabulary = self.split.vocabulary(spec)
             return VocabularyTable(name, vocabulary, width, linear.group, linear.rank, dtype, device, bias=bias)
 
         projects = width != spec.hidden_size

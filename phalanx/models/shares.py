@@ -48,7 +48,7 @@ def _elements(spec: DecoderSpec, split: Split, place: Place, name: str, weight: 
     whole = prod(weight.shape)
     head, _, rest = name.partition(".")
     if head in ("embedding", "head"):
-        return whole // spec.vocab_size * split.cut(spec.vocab_size).length(place.tp)
+        return whole // spec.vocab_size * split.vocabulary(spec).length(place.tp)
     if head != "layers":
         return whole
     number, _, part = rest.partition(".")
@@ -60,6 +60,6 @@ def _elements(spec: DecoderSpec, split: Split, place: Place, name: str, weight: 
         case "attention.k.weight" | "attention.k.bias" | "attention.v.weight" | "attention.v.bias":
             return whole // attention.num_kv_heads * split.kv_heads(attention).length(place.tp)
         case "mlp.gate.weight" | "mlp.gate.bias" | "mlp.up.weight" | "mlp.up.bias" | "mlp.down.weight":
-            return whole // mlp.intermediate_size * split.cut(mlp.intermediate_size).length(place.tp)
+            return whole // mlp.intermediate_size * split.inner(layer).length(place.tp)
         case _:
             return whole
