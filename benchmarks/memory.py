@@ -32,7 +32,9 @@ from phalanx.models.registry import read_spec
 
 ALLOWANCE = 450_000_000
 CONCURRENCY = 32
-KV_BYTES = 512 * 2**20
+KV_BYTES = 64 * 2**20
+"""Small, so that every block has been written to after a few hundred requests: until then memory grows as it should."""
+CONTEXT = 1024
 
 
 def pss(process: psutil.Process) -> int:
@@ -52,7 +54,8 @@ def ask(port: int, number: int) -> None:
 
 def measure(requests: int, dtype: str) -> dict[str, Any]:
     port = free_port()
-    flags = ["--port", str(port), "--dtype", dtype, "--kv-cache-memory-bytes", str(KV_BYTES)]
+    flags = ["--port", str(port), "--dtype", dtype]
+    flags += ["--kv-cache-memory-bytes", str(KV_BYTES), "--max-model-len", str(CONTEXT)]
     server = subprocess.Popen(
         [sys.executable, "-m", "phalanx", "serve", *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
