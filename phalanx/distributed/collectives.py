@@ -1,9 +1,9 @@
 """How ranks of one group exchange tensors: the `Group` protocol, the group of one, and handles that outlive an epoch.
 
-Every call is made by all ranks of the group, in the same order, with shapes that fit; a rank that makes another call
-than its peers is found out, and everybody gets `transports.abort.GroupBroken`. A result may share memory with the
-input of the same rank (in a group of one it is the input), and an exchange may overwrite its input: whoever needs it
-afterwards keeps a copy. Real transports come behind the same protocol.
+Every call is made by all ranks of the group (`send` and `recv` by the two), in the same order, with shapes that fit; a
+rank that makes another call than its peers is found out, and everybody gets `transports.abort.GroupBroken`. A result
+may share memory with the input of the same rank (in a group of one it is the input), and an exchange may overwrite its
+input: whoever needs it afterwards keeps a copy. Real transports come behind the same protocol.
 """
 
 from __future__ import annotations

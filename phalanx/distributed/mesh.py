@@ -10,6 +10,7 @@ view: the ranks of one pipeline stage over all other axes, which hold different 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,6 +44,11 @@ class Mesh:
                 raise ValueError(f"axis {axis} has size {getattr(self, axis)}")
         if self.stage_tp and (len(self.stage_tp) != self.pp or max(self.stage_tp) != self.tp or min(self.stage_tp) < 1):
             raise ValueError(f"stage widths {self.stage_tp} do not fit pp {self.pp} and tp {self.tp}")
+
+    @classmethod
+    def of_widths(cls, widths: Sequence[int]) -> Mesh:
+        """Pipeline stages with so many tensor ranks each."""
+        return cls(pp=len(widths), tp=max(widths), stage_tp=tuple(widths) if len(set(widths)) > 1 else ())
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import secrets
 import signal
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -79,7 +79,7 @@ class Ranks:
     crowded: bool | None = None
     exchange_timeout: float | None = 30.0
     processes: list[tuple[int, Connection]] = field(default_factory=list)
-    _told: dict[int, list[Any]] = field(default_factory=dict)
+    _ended: dict[int, Outcome] = field(default_factory=dict)
 
     def __enter__(self) -> "Ranks":
         nodes = self.nodes or [f"node{r if self.transport != 'shm' else 0}" for r in range(self.size)]
@@ -116,11 +116,18 @@ class Ranks:
             raise AssertionError(f"rank {rank} ended instead: {message}")
         return message
 
+    def hear_outcome(self, rank: int, timeout: float = 60.0) -> Outcome:
+        """How this rank ended. Raises TimeoutError when it does not."""
+        return self._gather([rank], timeout)[rank]
+
     def outcomes(self, timeout: float = 60.0) -> list[Outcome]:
-        """Raises TimeoutError naming the ranks that did not end."""
-        found: dict[int, Outcome] = {}
+        """How they ended. Raises TimeoutError naming the ranks that did not end."""
+        found = self._gather(range(self.size), timeout)
+        return [found[rank] for rank in range(self.size)]
+
+    def _gather(self, ranks: Iterable[int], timeout: float) -> dict[int, Outcome]:
         deadline = time.monotonic() + timeout
-        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self.processes)}
+        pipes = {self.processes[rank][1]: rank for rank in ranks if rank not in self._ended}
         while pipes:
             ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -131,14 +138,12 @@ class Ranks:
                     kind, content = pipe.recv()
                 except (EOFError, ConnectionResetError):
                     _, status = os.waitpid(self.processes[rank][0], 0)
-                    found[rank] = Outcome(signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else -1)
+                    kind, content = "outcome", Outcome(signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else -1)
                     self.processes[rank] = (0, pipe)
-                    del pipes[pipe]
-                    continue
                 if kind == "outcome":
-                    found[rank] = content
+                    self._ended[rank] = content
                     del pipes[pipe]
-        return [found[rank] for rank in range(self.size)]
+        return self._ended
 
     def __exit__(self, *_: object) -> None:
         for pid, pipe in self.processes:
@@ -187,7 +192,8 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: floa
     """Every rank's value. Raises AssertionError when a rank failed."""
     with Ranks(function, size, args, **options) as ranks:
         outcomes = ranks.outcomes(timeout)
-    for rank, outcome in enumerate(outcomes):
-        if not outcome:
-            raise AssertionError(f"rank {rank} failed (signal {outcome.signal}): {outcome.message}")
+    failed = [(o.error == "PeerLost", rank, o) for rank, o in enumerate(outcomes) if not o]
+    if failed:
+        _, rank, outcome = min(failed, key=lambda f: f[:2])  # a cause before its consequences
+        raise AssertionError(f"rank {rank} failed (signal {outcome.signal}): {outcome.message}")
     return [outcome.value for outcome in outcomes]

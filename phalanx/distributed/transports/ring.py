@@ -68,7 +68,7 @@ class Ring:
                 return
 
     def read(self, timeout: float | None = None) -> bytes:
-        """The next message. Raises GroupBroken when aborted, or after `timeout` seconds; then it may be called again."""
+        """The next message. Raises GroupBroken when aborted, or after `timeout` seconds (it may be called again)."""
         words, pieces = self._segment.words, self._pieces
         while True:
             slot = self._count % SLOTS

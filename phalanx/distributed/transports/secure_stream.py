@@ -3,13 +3,18 @@
 Both sides prove that they have the key by a challenge each, and derive from it and the two challenges one key a
 direction, so nothing recorded earlier, and nothing sent back, is ever accepted. Every frame carries its length, and a
 code over its place in the stream, its kind and its content (HMAC-SHA256, cut to 16 bytes), or, when encryption is asked
-for, is sealed with AES-256-GCM. A frame that fails is an error and ends the connection.
+for, is sealed with AES-256-GCM. A frame that fails is an error; after any error the stream is of no more use.
+
+A peer whose kernel is gone is found out while somebody waits for it: by keep-alive probes when nothing is under way,
+and by what the kernel says about unanswered packets when something is. TCP_USER_TIMEOUT would do for both, but it also
+ends a connection to a peer that lives and is merely too busy to read.
 
 Covers one connection. Does not know what travels in it, and starts no thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
@@ -17,15 +22,27 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
 
-from phalanx.distributed.transports.abort import Abort, GroupBroken
+from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
+from phalanx.errors import ConfigError
 
 CODE = 16
 """Bytes of authentication code a frame."""
 
-HEADER = struct.Struct("<IIQ")
-"""Bytes of content, kind, number of the frame in its direction."""
+HEADER = struct.Struct("<IIQQ")
+"""Bytes of content, kind, number of the frame in its direction, bytes of all frames that belong together."""
+
+_PIECE = 1 << 20
+"""Bytes of a tensor that one frame carries: checking a piece and receiving the next overlap."""
+
+_JOINED = 1 << 14
+"""Frames up to this many bytes are copied together and sent at once."""
+
+_SILENCE_MS = 3000
+_PROBES = 3
+"""A peer is lost when so many packets went unanswered, for so long."""
 
 _DESCRIPTORS = 0xFD
 """Kind of the frame that announces file descriptors."""
@@ -33,6 +50,10 @@ _DESCRIPTORS = 0xFD
 _CHALLENGE = 32
 _MAGIC = b"PHLX1"
 _MODES = {False: b"A", True: b"E"}
+
+T = TypeVar("T")
+Steps = Generator[int, None, T]
+"""Work on a socket in steps: yields the `select` event that must come before it can go on, and returns its result."""
 
 
 class Unauthenticated(GroupBroken):
@@ -47,18 +68,22 @@ class _Codec:
         self._mac = hmac.new(key, digestmod=hashlib.sha256)
         self._cipher = None
         if encrypt:
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-
+            try:
+                from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            except ImportError:
+                raise ConfigError(
+                    "Encrypted transport needs the package 'cryptography', which is not installed.",
+                    fix="Install it on every node (pip install cryptography), or leave encryption off.",
+                ) from None
             self._cipher = AESGCM(key)
 
-    def seal(self, kind: int, content: memoryview) -> tuple[bytes, bytes | memoryview, bytes]:
-        """Header, content as it travels, code."""
-        header = HEADER.pack(len(content), kind, self.number)
+    def seal(self, kind: int, content: memoryview, total: int) -> list[bytes | memoryview]:
+        """Header, content and code as they travel."""
+        header = HEADER.pack(len(content), kind, self.number, total)
         self.number += 1
         if self._cipher is not None:
-            sealed = self._cipher.encrypt(header[4:], content, header)
-            return header, sealed[:-CODE], sealed[-CODE:]
-        return header, content, self._code(header, content)
+            return [header, self._cipher.encrypt(header[4:16], content, header)]
+        return [header, content, self._code(header, content)]
 
     def open(self, header: bytes, content: memoryview, code: bytes) -> bytes | memoryview:
         """The content. Raises Unauthenticated when the frame was not sealed with this key, or is out of order."""
@@ -69,7 +94,7 @@ class _Codec:
             from cryptography.exceptions import InvalidTag
 
             try:
-                return self._cipher.decrypt(header[4:], bytes(content) + code, header)
+                return self._cipher.decrypt(header[4:16], bytes(content) + code, header)
             except InvalidTag:
                 raise Unauthenticated("A frame failed its check.") from None
         if not hmac.compare_digest(self._code(header, content), code):
@@ -90,34 +115,42 @@ class SecureStream:
         self.sock, self.peer = sock, peer
         self._abort = abort
         sock.setblocking(False)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
+        self._tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        if self._tcp:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
         self._send: _Codec
         self._receive: _Codec
 
     def handshake(self, key: bytes, *, client: bool, encrypt: bool, timeout: float) -> None:
         """Prove the key to each other. The client speaks first; the server says nothing to who lacks the key."""
-        deadline = time.monotonic() + timeout
+        self._drive(self.handshake_steps(key, client=client, encrypt=encrypt), time.monotonic() + timeout)
+
+    def handshake_steps(self, key: bytes, *, client: bool, encrypt: bool) -> Steps[None]:
         hello = _MAGIC + _MODES[encrypt]
         mine: bytes | bytearray = os.urandom(_CHALLENGE)
         theirs: bytes | bytearray
         if client:
-            self._write(hello + mine + _prove(key, b"client-hello", mine), deadline)
-            answer = self._read(_CHALLENGE + 32, deadline)
+            yield from self._drain([hello + mine + _prove(key, b"client-hello", mine)])
+            answer = yield from self._take(_CHALLENGE + 32)
             theirs, proof = answer[:_CHALLENGE], answer[_CHALLENGE:]
             if not hmac.compare_digest(proof, _prove(key, b"server", mine + theirs)):
                 raise Unauthenticated(f"{self.peer} does not have the key.")
-            self._write(_prove(key, b"client", theirs + mine), deadline)
+            yield from self._drain([_prove(key, b"client", theirs + mine)])
             session = bytes(mine + theirs)
         else:
-            first = self._read(len(hello) + _CHALLENGE + 32, deadline)
+            first = yield from self._take(len(hello) + _CHALLENGE + 32)
             theirs, proof = first[len(hello) : -32], first[-32:]
             if not hmac.compare_digest(proof, _prove(key, b"client-hello", theirs)):
                 raise Unauthenticated(f"{self.peer} does not have the key.")
             if first[: len(hello)] != hello:
                 raise Unauthenticated(f"{self.peer} speaks another version, or only one side encrypts.")
-            self._write(mine + _prove(key, b"server", theirs + mine), deadline)
-            if not hmac.compare_digest(self._read(32, deadline), _prove(key, b"client", mine + theirs)):
+            yield from self._drain([mine + _prove(key, b"server", theirs + mine)])
+            proof = yield from self._take(32)
+            if not hmac.compare_digest(proof, _prove(key, b"client", mine + theirs)):
                 raise Unauthenticated(f"{self.peer} does not have the key.")
             session = bytes(theirs + mine)
         to_server, to_client = (_prove(key, name, session) for name in (b"to-server", b"to-client"))
@@ -127,62 +160,57 @@ class SecureStream:
     # -- whole frames, blocking -----------------------------------------------------------------------------------
 
     def send(self, kind: int, content: bytes | bytearray | memoryview, timeout: float | None = None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
         view = memoryview(content).cast("B")
-        for part in self._send.seal(kind, view):
-            self._write(part, deadline)
+        parts = self._send.seal(kind, view, len(view))
+        self._drive(self._drain(parts), None if timeout is None else time.monotonic() + timeout)
 
     def receive(self, limit: int, timeout: float | None = None) -> tuple[int, bytes | memoryview]:
         """Kind and content of the next frame. Raises GroupBroken when it is longer than `limit` bytes."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        header = bytes(self._read(HEADER.size, deadline))
-        length, kind, _ = HEADER.unpack(header)
+        return self._drive(self.receive_steps(limit), None if timeout is None else time.monotonic() + timeout)
+
+    def receive_steps(self, limit: int) -> Steps[tuple[int, bytes | memoryview]]:
+        header = bytes((yield from self._take(HEADER.size)))
+        length, kind, _, _ = HEADER.unpack(header)
         if length > limit:
             raise GroupBroken(f"{self.peer} sent a frame of {length} bytes; at most {limit} are expected here.")
-        content = self._read(length, deadline)
-        return kind, self._receive.open(header, memoryview(content), bytes(self._read(CODE, deadline)))
+        content, code = bytearray(length), bytearray(CODE)
+        yield from self._fill([content, code])
+        return kind, self._receive.open(header, memoryview(content), bytes(code))
 
-    # -- pieces, for exchanges that send and receive at the same time -------------------------------------------------
-
-    def outgoing(self, kind: int, content: memoryview) -> Iterator[int]:
-        """Sends a frame as far as the socket takes it; yields `select.POLLOUT` when it must wait for room."""
-        for part in self._send.seal(kind, content):
-            view = memoryview(part)
-            while view:
-                try:
-                    view = view[self.sock.send(view) :]
-                except BlockingIOError:
-                    yield select.POLLOUT
-                except OSError as error:
-                    raise self._lost(error) from None
-
-    def incoming(self, kind: int, into: memoryview) -> Iterator[int]:
-        """Receives the next frame into `into`, whose size and kind it must have; yields `select.POLLIN` to wait."""
-        header, code = bytearray(HEADER.size), bytearray(CODE)
-        yield from self._fill(memoryview(header))
-        length, theirs, _ = HEADER.unpack(header)
-        if theirs != kind or length != len(into):
-            raise GroupBroken(
-                f"{self.peer} is in exchange {theirs} with {length} bytes, this rank in {kind} with {len(into)}."
-            )
-        yield from self._fill(into)
-        yield from self._fill(memoryview(code))
-        content = self._receive.open(bytes(header), into, bytes(code))
-        if content is not into:
-            into[:] = content
-
-    def _fill(self, view: memoryview) -> Iterator[int]:
-        while view:
+    def _drive(self, steps: Steps[T], deadline: float | None) -> T:
+        while True:
             try:
-                count = self.sock.recv_into(view)
-            except BlockingIOError:
-                yield select.POLLIN
-                continue
-            except OSError as error:
-                raise self._lost(error) from None
-            if count == 0:
-                raise self._lost(None)
-            view = view[count:]
+                event = next(steps)
+            except StopIteration as done:
+                result: T = done.value
+                return result
+            self._wait(event, deadline)
+
+    # -- tensors, for exchanges that send and receive at the same time ----------------------------------------------
+
+    def outgoing(self, kind: int, content: memoryview) -> Steps[None]:
+        """Sends the content in frames of one piece each."""
+        for start in range(0, max(len(content), 1), _PIECE):
+            self._abort.check()
+            yield from self._drain(self._send.seal(kind, content[start : start + _PIECE], len(content)))
+
+    def incoming(self, kind: int, into: memoryview, describe: Callable[[int, int], str]) -> Steps[None]:
+        """Receives into `into` what a peer's `outgoing` sends. Raises GroupBroken, with `describe(kind, bytes)` of both
+        sides, as soon as it is seen to be of another kind or size."""
+
+        def check() -> None:
+            _, theirs, _, total = HEADER.unpack(header)
+            if theirs != kind or total != len(into):
+                raise GroupBroken(f"{self.peer} is in {describe(theirs, total)}, not {describe(kind, len(into))}.")
+
+        for start in range(0, max(len(into), 1), _PIECE):
+            self._abort.check()
+            piece = into[start : start + _PIECE]
+            header, code = bytearray(HEADER.size), bytearray(CODE)
+            yield from self._fill([header, piece, code], check)
+            content = self._receive.open(bytes(header), piece, bytes(code))
+            if content is not piece:
+                piece[:] = content
 
     # -- descriptors, between processes of one node ----------------------------------------------------------------
 
@@ -191,7 +219,10 @@ class SecureStream:
         deadline = time.monotonic() + timeout
         self.send(_DESCRIPTORS, struct.pack("<I", len(fds)), timeout)
         self._wait(select.POLLOUT, deadline)
-        socket.send_fds(self.sock, [b"\0"], list(fds))
+        try:
+            socket.send_fds(self.sock, [b"\0"], list(fds))
+        except OSError as error:
+            raise self._lost(error) from None
 
     def receive_descriptors(self, count: int, timeout: float) -> list[int]:
         """Raises GroupBroken when another number of descriptors comes."""
@@ -200,7 +231,10 @@ class SecureStream:
         if kind != _DESCRIPTORS or bytes(content) != struct.pack("<I", count):
             raise GroupBroken(f"{self.peer} was to send {count} descriptors and did not.")
         self._wait(select.POLLIN, deadline)
-        _, fds, _, _ = socket.recv_fds(self.sock, 1, count, socket.MSG_CMSG_CLOEXEC)
+        try:
+            _, fds, _, _ = socket.recv_fds(self.sock, 1, count, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise self._lost(error) from None
         if len(fds) != count:
             for fd in fds:
                 os.close(fd)
@@ -209,19 +243,40 @@ class SecureStream:
 
     # -- raw bytes ------------------------------------------------------------------------------------------------
 
-    def _read(self, size: int, deadline: float | None) -> bytearray:
+    def _take(self, size: int) -> Steps[bytearray]:
         data = bytearray(size)
-        for event in self._fill(memoryview(data)):
-            self._wait(event, deadline)
+        yield from self._fill([data])
         return data
 
-    def _write(self, data: bytes | bytearray | memoryview, deadline: float | None) -> None:
-        view = memoryview(data)
-        while view:
+    def _fill(self, buffers: Sequence[bytearray | memoryview], check: Callable[[], None] | None = None) -> Steps[None]:
+        """Receives into the buffers, one after the other; `check` is called once the first one is full."""
+        pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        missing = len(buffers[0])
+        while pending:
             try:
-                view = view[self.sock.send(view) :]
+                count = self.sock.recvmsg_into(pending)[0]
             except BlockingIOError:
-                self._wait(select.POLLOUT, deadline)
+                yield select.POLLIN
+                continue
+            except OSError as error:
+                raise self._lost(error) from None
+            if count == 0:
+                raise self._lost(None)
+            missing -= count
+            if missing <= 0 and check is not None:
+                check()
+                check = None
+            _advance(pending, count)
+
+    def _drain(self, parts: Sequence[bytes | bytearray | memoryview]) -> Steps[None]:
+        if sum(map(len, parts)) <= _JOINED:
+            parts = [b"".join(parts)]
+        pending = [memoryview(part) for part in parts if len(part)]
+        while pending:
+            try:
+                _advance(pending, self.sock.sendmsg(pending))
+            except BlockingIOError:
+                yield select.POLLOUT
             except OSError as error:
                 raise self._lost(error) from None
 
@@ -229,20 +284,52 @@ class SecureStream:
         poll = select.poll()
         poll.register(self.sock, event)
         poll.register(self._abort.fileno(), select.POLLIN)
-        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
-        ready = poll.poll(left)
-        self._abort.check()
-        if not ready:
-            raise GroupBroken(f"{self.peer} did not answer in time.")
+        while True:
+            left = 1000.0 if deadline is None else min(1000.0, (deadline - time.monotonic()) * 1000)
+            ready = poll.poll(max(left, 0.0))
+            self._abort.check()
+            if ready:
+                return
+            if left <= 0:
+                raise GroupBroken(f"{self.peer} did not answer in time.")
+            self.check_answers()
+
+    def check_answers(self) -> None:
+        """Raises PeerLost when packets to the peer have gone unanswered for some seconds. For long waits."""
+        if not self._tcp:
+            return
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+        except OSError as error:
+            raise self._lost(error) from None
+        retransmits, probes, last_answer = info[2], info[3], struct.unpack_from("=I", info, 56)[0]
+        if last_answer > _SILENCE_MS and max(retransmits, probes) >= _PROBES:
+            raise PeerLost(
+                f"{self.peer} has not answered for {last_answer / 1000:.0f} s: the network or its node is down."
+            )
 
     def _lost(self, error: OSError | None) -> GroupBroken:
-        return GroupBroken(f"The connection to {self.peer} ended{f' ({error.strerror})' if error else ''}.")
+        return PeerLost(f"The connection to {self.peer} ended{f' ({error.strerror})' if error else ''}.")
+
+    def shut(self) -> None:
+        """The peer sees the end at once; the descriptor stays until `close`."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
 
     def fileno(self) -> int:
         return self.sock.fileno()
 
     def close(self) -> None:
         self.sock.close()
+
+
+def _advance(pending: list[memoryview], count: int) -> None:
+    """Drop the first `count` bytes."""
+    while count:
+        if count < len(pending[0]):
+            pending[0] = pending[0][count:]
+            return
+        count -= len(pending.pop(0))
 
 
 def _prove(key: bytes, purpose: bytes, data: bytes | bytearray) -> bytes:

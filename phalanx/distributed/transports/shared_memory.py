@@ -32,6 +32,7 @@ from phalanx.distributed.transports.sums import (
     SEND,
     TO_ALL,
     add_up,
+    as_bytes,
     described,
     matrix,
     slices,
@@ -304,7 +305,7 @@ class SharedMemoryGroup:
         """Returns when the last of it is in the mailbox, which holds two slots."""
         box = _box(self.size, self.rank, to)
         words = self._segment.words
-        flat = tensor.contiguous().view(-1).view(torch.uint8)
+        flat = as_bytes(tensor.contiguous())
         what = _what(SEND, tensor.dtype, flat.numel())
         for start in range(0, max(flat.numel(), 1), SLOT):
             piece = flat[start : start + SLOT]
@@ -320,7 +321,7 @@ class SharedMemoryGroup:
         box = _box(self.size, source, self.rank)
         words = self._segment.words
         out = torch.empty(shape, dtype=dtype)
-        flat = out.view(-1).view(torch.uint8)
+        flat = as_bytes(out)
         what = _what(SEND, dtype, flat.numel())
         for start in range(0, max(flat.numel(), 1), SLOT):
             piece = flat[start : start + SLOT]

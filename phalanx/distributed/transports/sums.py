@@ -40,6 +40,11 @@ def slices(length: int, ranks: int) -> list[tuple[int, int]]:
     return list(pairwise(length * r // ranks for r in range(ranks + 1)))
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory. (A single entry counts as contiguous whatever its stride, hence `as_strided`.)"""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def matrix(tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, int, int]:
     """A contiguous tensor as rows, one for each index before `dim`: the matrix, its rows, and entries per index of
     `dim`. Raises ValueError for a dimension that it does not have."""
