@@ -18,6 +18,9 @@ from phalanx.errors import CheckpointError
 
 Shape = tuple[int, ...]
 
+Part = tuple[tuple[int, int], ...]
+"""A part of an array: for each of its dimensions, first index and end."""
+
 
 class Weight(Protocol):
     """What `bind` needs to know of a weight (`models.spec.WeightSpec` has it)."""
@@ -38,8 +41,12 @@ class Operation(Protocol):
 
     def undo(self, array: Any) -> Any: ...
 
-    def rows(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Rows of the input that rows start to stop of the output need; None = all of them."""
+    def source(self, part: Part) -> Part:
+        """The part of the input that this part of the output needs."""
+        ...
+
+    def result(self, part: Part) -> Part:
+        """The part of the output that comes of this part of the input, as `source` gave it."""
         ...
 
 
@@ -56,8 +63,10 @@ class Transpose:
     def undo(self, array: Any) -> Any:
         return self.apply(array)
 
-    def rows(self, start: int, stop: int) -> tuple[int, int] | None:
-        return None
+    def source(self, part: Part) -> Part:
+        return part[::-1]
+
+    result = source
 
 
 @dataclass(frozen=True)
@@ -79,8 +88,12 @@ class PermuteRope:
         shape = tuple(array.shape)
         return array.reshape(-1, 2, self.head_dim // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
-    def rows(self, start: int, stop: int) -> tuple[int, int] | None:
-        return start // self.head_dim * self.head_dim, -(-stop // self.head_dim) * self.head_dim
+    def source(self, part: Part) -> Part:
+        (start, stop), *rest = part
+        return (start // self.head_dim * self.head_dim, -(-stop // self.head_dim) * self.head_dim), *rest
+
+    def result(self, part: Part) -> Part:
+        return part
 
 
 @dataclass(frozen=True)
@@ -98,8 +111,10 @@ class Add:
     def undo(self, array: Any) -> Any:
         return array - self.value
 
-    def rows(self, start: int, stop: int) -> tuple[int, int] | None:
-        return start, stop
+    def source(self, part: Part) -> Part:
+        return part
+
+    result = source
 
 
 @dataclass(frozen=True)
@@ -173,20 +188,29 @@ class Piece:
     """First row of the weight that this fills."""
     length: int
 
-    def rows(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Rows of the file tensor that the piece's rows start to stop need; None = all of them."""
-        span: tuple[int, int] | None = (start + self.skip, stop + self.skip)
-        for operation in reversed(self.operations):
-            span = operation.rows(*span) if span is not None else None
-        return span
+    def rows(self, start: int, stop: int) -> Part:
+        """The piece's rows start to stop in their whole width."""
+        return ((start, stop), *((0, n) for n in _shape_after(self.info, self.operations)[1:]))
 
-    def take(self, array: Any, start: int, stop: int) -> Any:
-        """The piece's rows start to stop, from what was read of the file tensor for them."""
-        span = self.rows(start, stop)
+    def source(self, part: Part) -> Part:
+        """The part of the file tensor that this part of the piece needs."""
+        return self._parts(part)[0]
+
+    def take(self, array: Any, part: Part) -> Any:
+        """The part of the piece, from what `source` says was read of the file tensor for it."""
+        parts = self._parts(part)
+        held = parts[0]
         for operation in self.operations:
-            array = operation.apply(array)
-        first = start + self.skip - (span[0] if span is not None else 0)
-        return array[first : first + stop - start]
+            array, held = operation.apply(array), operation.result(held)
+        return array[tuple(slice(a - h, b - h) for (a, b), (h, _) in zip(parts[-1], held, strict=True))]
+
+    def _parts(self, part: Part) -> list[Part]:
+        """What is needed before the first operation, after it, … and after the last."""
+        (start, stop), *rest = part
+        parts: list[Part] = [((start + self.skip, stop + self.skip), *rest)]
+        for operation in reversed(self.operations):
+            parts.append(operation.source(parts[-1]))
+        return parts[::-1]
 
 
 Binding = dict[str, tuple[Piece, ...]]

@@ -1,4 +1,4 @@
-"""Fills a decoder from a checkpoint, weight by weight, reading only the rows that its rank holds.
+"""Fills a decoder from a checkpoint, weight by weight, reading only the rows and columns that its rank holds.
 
 Which tensor is which weight is decided beforehand, for the whole model (`checkpoint.rules.bind`), so that a checkpoint
 with anything left over, missing or misshapen is refused before a byte is read.
@@ -12,7 +12,7 @@ import torch
 
 from phalanx.attention.base import AttentionBackend
 from phalanx.checkpoint.locate import Checkpoint
-from phalanx.checkpoint.rules import Binding, Piece, bind, bind_copies
+from phalanx.checkpoint.rules import Binding, Part, Piece, bind, bind_copies
 from phalanx.checkpoint.tensor_info import BLOCK_TYPES
 from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
@@ -62,8 +62,7 @@ def _check_copy(copy: Piece, pieces: tuple[Piece, ...], reader: TensorReader) ->
         middle = piece.length // 2
         for start in {0, middle, max(piece.length - 8, 0)}:
             stop = min(start + 8, piece.length)
-            own = piece.take(reader.read(piece.info, piece.rows(start, stop)), start, stop)
-            other = copy.take(reader.read(copy.info, copy.rows(start, stop)), start, stop)
+            own, other = (_read(p, p.rows(start, stop), reader) for p in (piece, copy))
             if not torch.equal(own.float(), other.float()):
                 raise CheckpointError(
                     f"The config says that '{copy.info.name}' is '{piece.info.name}', but the checkpoint's differ.",
@@ -92,10 +91,15 @@ def _fill(slot: WeightSlot, binding: Binding, reader: TensorReader) -> None:
         first, last = max(start, piece.start), min(stop, piece.start + piece.length)
         if first >= last:
             continue
-        span = piece.rows(first - piece.start, last - piece.start)
         # Matrices of blocks come out in the model's type at once; a float32 copy of a large table would be the peak.
         target = slot.target.dtype if slot.columns is not None and piece.info.dtype in BLOCK_TYPES else None
-        data = piece.take(reader.read(piece.info, span, target), first - piece.start, last - piece.start)
-        if slot.columns is not None:
-            data = data[:, slot.columns[0] : slot.columns[1]]
+        rows = (first - piece.start, last - piece.start)
+        data = _read(piece, (rows,) if slot.columns is None else (rows, slot.columns), reader, target)
         slot.target[first - start : last - start].copy_(data)
+
+
+def _read(piece: Piece, part: Part, reader: TensorReader, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A part of a piece, of which no more is read than its operations need."""
+    rows, *columns = piece.source(part)
+    data: torch.Tensor = piece.take(reader.read(piece.info, rows, dtype, columns=columns[0] if columns else None), part)
+    return data

@@ -1,4 +1,4 @@
-"""Reading tensors out of checkpoint files: whole, or only some of their rows.
+"""Reading tensors out of checkpoint files: whole, or only some of their rows and columns.
 
 Files are mapped, so that only the bytes asked for are read. Both safetensors and GGUF tensors are read here; which
 tensor is which weight is not this module's business (`phalanx.loading.loader`).
@@ -45,18 +45,24 @@ class TensorReader:
         self.bytes_read = 0
         self._files: dict[Path, mmap.mmap] = {}
 
-    def read(self, info: TensorInfo, rows: tuple[int, int] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor, or its rows `rows[0]` to `rows[1]` (end excluded) along the first dimension.
+    def read(
+        self, info: TensorInfo, rows: tuple[int, int] | None = None, dtype: torch.dtype | None = None, *,
+        columns: tuple[int, int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The tensor, or its rows `rows[0]` to `rows[1]` (end excluded) along the first dimension, and of a matrix's
+        rows only `columns`. Blocks that are cut by them are read whole.
 
         Block formats come out as `dtype`, float32 by default; others in their own type, or as `dtype`. A result in its
         own type may share memory with the mapped file (privately: writing to it changes no file) and stays valid after
         `close`. Raises FormatError or CheckpointError when the file is not what `info` says, UnsupportedModel for a
-        type that cannot be read, and ValueError for rows that do not exist.
+        type that cannot be read, and ValueError for rows or columns that do not exist.
         """
         block = FORMATS.get(info.dtype)
         if block is None and info.dtype not in PLAIN_TYPES:
             raise UnsupportedModel(f"{info.file}: the type {info.dtype} of tensor '{info.name}' is not supported.")
         shape, offset, nbytes = self._span(info, rows)
+        if columns is not None and columns != (0, info.shape[-1]):
+            return self._read_columns(info, shape, offset, nbytes, columns, dtype)
         if nbytes == 0:
             return torch.empty(shape, dtype=dtype or DTYPES.get(info.dtype, torch.float32))
         raw = torch.frombuffer(self._map(info), dtype=torch.uint8, count=nbytes, offset=offset)
@@ -68,6 +74,31 @@ class TensorReader:
             raw = raw.clone()  # the format does not promise alignment, but typed views need it
         values = raw.view(own).view(shape)
         return values if dtype is None else values.to(dtype)
+
+    def _read_columns(
+        self, info: TensorInfo, shape: tuple[int, ...], offset: int, nbytes: int, columns: tuple[int, int],
+        dtype: torch.dtype | None,
+    ) -> Tensor:  # fmt: skip
+        """Some columns of the rows at `offset`: of each row one run of bytes, the others are not touched."""
+        start, stop = columns
+        if len(info.shape) != 2 or not 0 <= start <= stop <= info.shape[1]:
+            raise ValueError(f"tensor '{info.name}' of shape {info.shape} has no columns {start} to {stop}")
+        block = FORMATS.get(info.dtype)
+        count = shape[0]
+        if count == 0 or start == stop:
+            return torch.empty((count, stop - start), dtype=dtype or DTYPES.get(info.dtype, torch.float32))
+        elements, size = (1, DTYPES[info.dtype].itemsize) if block is None else (block.elements, block.nbytes)
+        first, last = start // elements, -(-stop // elements)
+        whole = torch.frombuffer(self._map(info), dtype=torch.uint8, count=nbytes, offset=offset)
+        raw = whole.view(count, -1)[:, first * size : last * size]
+        self.bytes_read += raw.numel()
+        if block is None:
+            own = DTYPES[info.dtype]
+            values = raw.contiguous().view(own) if offset % own.itemsize else whole.view(own).view(shape)[:, start:stop]
+            return values if dtype is None else values.to(dtype)
+        width = (last - first) * elements
+        values = dequantize(raw.reshape(-1), info.dtype, (count, width), target=dtype or torch.float32)
+        return values[:, start - first * elements : stop - first * elements]
 
     def _span(self, info: TensorInfo, rows: tuple[int, int] | None) -> tuple[tuple[int, ...], int, int]:
         """Shape, offset in the file and number of bytes of the rows asked for."""

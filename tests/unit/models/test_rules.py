@@ -56,9 +56,9 @@ def test_bind_splits_rows() -> None:
     binding = bind(TABLE, TENSORS, WEIGHTS)
     assert set(binding) == set(WEIGHTS)
     (key,) = binding["l.0.k.weight"]
-    assert (key.skip, key.length) == (4, 2) and key.rows(0, 2) == (4, 6)
+    assert (key.skip, key.length) == (4, 2) and key.source(key.rows(0, 2)) == ((4, 6), (0, 4))
     array = np.arange(32).reshape(8, 4)
-    assert np.array_equal(key.take(array[5:6], 1, 2), array[5:6])
+    assert np.array_equal(key.take(array[5:6], key.rows(1, 2)), array[5:6])
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,29 @@ def test_operations_undo_themselves(operation: Operation, shape: tuple[int, ...]
 
 @pytest.mark.parametrize("operation", [Transpose(), PermuteRope(6), Add(1.0)])
 @pytest.mark.parametrize("rows", [(0, 12), (6, 12), (3, 7), (11, 12), (5, 5)])
-def test_reading_some_rows_gives_those_of_the_whole(operation: Operation, rows: tuple[int, int]) -> None:
+@pytest.mark.parametrize("columns", [(0, 5), (1, 4), (4, 5)])
+def test_reading_a_part_gives_that_of_the_whole(
+    operation: Operation, rows: tuple[int, int], columns: tuple[int, int]
+) -> None:
     stored = np.random.default_rng(0).standard_normal((5, 12) if isinstance(operation, Transpose) else (12, 5))
     table = WeightTable((rule("t", "w", operation),))
     (piece,) = bind(table, {"t": info("t", *stored.shape)}, {"w": WeightSpec((12, 5), ())})["w"]
-    span = piece.rows(*rows)
-    read = stored if span is None else stored[span[0] : span[1]]
-    assert np.array_equal(piece.take(read, *rows), operation.apply(stored)[rows[0] : rows[1]])
+    assert piece.rows(*rows) == (rows, (0, 5))
+    part = (rows, columns)
+    read = stored[tuple(slice(*span) for span in piece.source(part))]
+    assert np.array_equal(piece.take(read, part), operation.apply(stored)[slice(*rows), slice(*columns)])
+    if not isinstance(operation, PermuteRope):
+        assert read.size == (rows[1] - rows[0]) * (columns[1] - columns[0]), "more was read than is needed"
+
+
+def test_a_vector_is_not_turned() -> None:
+    """Rules for a weight and its bias share their operations."""
+    stored = np.arange(12.0)
+    (piece,) = bind(WeightTable((rule("t", "w", Transpose()),)), {"t": info("t", 12)}, {"w": WeightSpec((12,), ())})[
+        "w"
+    ]
+    assert piece.source(((3, 7),)) == ((3, 7),)
+    assert np.array_equal(piece.take(stored[3:7], ((3, 7),)), stored[3:7])
 
 
 def test_rope_permutation_is_pairs_to_halves() -> None:
@@ -145,9 +161,9 @@ def test_tables_run_backwards(family: str) -> None:
     ours: dict[str, Any] = {}
     for name, pieces in bind(table, checkpoint.tensors(), spec.tensors).items():
         (piece,) = pieces
-        span = piece.rows(0, piece.length)
-        read = stored[piece.info.name] if span is None else stored[piece.info.name][slice(*span)]
-        ours[name] = piece.take(read, 0, piece.length)
+        whole = piece.rows(0, piece.length)
+        read = stored[piece.info.name][tuple(slice(*span) for span in piece.source(whole))]
+        ours[name] = piece.take(read, whole)
         assert ours[name].shape == spec.tensors[name].shape
     back = export(table, ours, np.concatenate)
     names = {name: next((p for p in table.prefixes if name.startswith(p)), "") for name in stored}
