@@ -8,6 +8,7 @@ run time is not configuration.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,16 +25,19 @@ def option(
     *flags: str,
     choices: tuple[str, ...] = (),
     parse: Callable[[str], Any] | None = None,
+    metavar: str = "",
     positional: bool = False,
     secret: bool = False,
 ) -> Any:
     """One option. The flag is the field's name in kebab case; `flags` adds aliases such as `-tp`. `parse` turns text
-    into the value and raises ConfigError; a tuple default makes the flag repeatable."""
+    into the value (of a text option: into its normal form) and raises ConfigError; `metavar` is what help shows for the
+    value; a tuple default makes the flag repeatable."""
     metadata = {
         "help": help,
         "flags": flags,
         "choices": choices,
         "parse": parse,
+        "metavar": metavar,
         "positional": positional,
         "secret": secret,
     }
@@ -113,15 +117,143 @@ class SchedulerConfig:
     max_num_queued_reqs: int = option(1024, "Requests that may wait; more are refused with 503.")
 
 
+def parse_tensor_split(text: str) -> str:
+    """`auto`, or shares above zero: `3,1`, and `2,1;1` for stages. Returns them without blanks. Raises ConfigError."""
+    plain = re.sub(r"\s+", "", text)
+    number = r"\d{1,9}(\.\d{1,9})?"
+    shares = rf"{number}(,{number})*"
+    if plain != "auto" and not (
+        re.fullmatch(rf"{shares}(;{shares})*", plain, re.ASCII) and all(float(n) > 0 for n in re.split("[,;]", plain))
+    ):
+        raise ConfigError(
+            f"'{text[:80]}' is not a tensor split.",
+            fix="Write a share above zero for each rank, such as 3,1 (with ; between pipeline stages), or auto.",
+        )
+    return plain
+
+
+def parse_pipeline_split(text: str) -> str:
+    """`auto`, or whole numbers of layers: `20,10`. Returns them without blanks. Raises ConfigError."""
+    plain = re.sub(r"\s+", "", text)
+    if plain != "auto" and not _counts(plain):
+        raise ConfigError(
+            f"'{text[:80]}' is not a pipeline split.",
+            fix="Write how many layers each stage gets, at least 1, such as 20,10, or auto.",
+        )
+    return plain
+
+
+def parse_widths(text: str) -> str:
+    """Whole numbers of ranks: `2,1`. Returns them without blanks. Raises ConfigError."""
+    plain = re.sub(r"\s+", "", text)
+    if not _counts(plain):
+        raise ConfigError(
+            f"'{text[:80]}' does not say how many tensor ranks each stage has.",
+            fix="Write a number above zero for each pipeline stage, such as 2,1.",
+        )
+    return plain
+
+
+def _counts(text: str) -> bool:
+    return bool(re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text, re.ASCII))
+
+
+def parse_resource(text: str) -> str:
+    """`NAME=AMOUNT` with an amount above zero. Raises ConfigError."""
+    name, equals, amount = text.partition("=")
+    if not equals or not name.strip() or not re.fullmatch(r"\d+(\.\d+)?", amount, re.ASCII) or float(amount) <= 0:
+        raise ConfigError(f"'{text[:80]}' is not a resource.", fix="Write NAME=AMOUNT, such as fast=1.")
+    return text
+
+
+def parse_label(text: str) -> str:
+    """`KEY=VALUE`. Raises ConfigError."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip() or not value.strip():
+        raise ConfigError(f"'{text[:80]}' is not a label.", fix="Write KEY=VALUE, such as zone=a.")
+    return text
+
+
 @dataclass(frozen=True)
 class ParallelConfig:
     tensor_parallel_size: int = option(1, "Ranks that share every layer.", "-tp")
     pipeline_parallel_size: int = option(1, "Stages of consecutive layers.", "-pp")
     data_parallel_size: int = option(1, "Replicas of the whole model.", "-dp")
     context_parallel_size: int = option(1, "Ranks that share every context.", "-cp")
+    tensor_split: str = option(
+        "auto",
+        "Share of each tensor rank, such as 3,1; `2,1;1` names them for each pipeline stage. auto: by the devices' "
+        "free memory and speed.",
+        parse=parse_tensor_split,
+        metavar="SHARES",
+    )
+    pipeline_split: str = option(
+        "auto",
+        "Layers of each pipeline stage, such as 20,10. auto: so that the slowest stage is fastest and all fit.",
+        parse=parse_pipeline_split,
+        metavar="LAYERS",
+    )
+    pipeline_tensor_sizes: str | None = option(
+        None,
+        "Tensor ranks of each pipeline stage where they differ, such as 2,1. Sets -pp and -tp.",
+        parse=parse_widths,
+        metavar="RANKS",
+    )
     distributed_executor_backend: str | None = option(
         None, "How ranks are started. Default: chosen by the layout.", choices=("inprocess", "mp", "ray")
     )
+    nnodes: int = option(1, "Machines that share the model, without Ray; start Phalanx on each.")
+    node_rank: int = option(0, "Which of the --nnodes machines this is; 0 serves.")
+    master_addr: str | None = option(None, "Address of node 0.")
+    master_port: int = option(29500, "Port of node 0 where the other nodes join.")
+    headless: bool = option(False, "Only run ranks for node 0; no server.")
+    transport_key: str | None = option(
+        None, "Secret that all nodes share and prove to each other. Set it as PHALANX_TRANSPORT_KEY.", secret=True
+    )
+    encrypt_transport: bool = option(False, "Encrypt what travels between nodes.")
+    placement_strategy: str = option(
+        "PACK",
+        "How Ray spreads ranks over nodes.",
+        choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+    )
+    worker_resources: tuple[str, ...] = option(
+        (), "Custom Ray resource that each rank takes.", parse=parse_resource, metavar="NAME=AMOUNT"
+    )
+    worker_labels: tuple[str, ...] = option(
+        (), "Label that a Ray node must have to get ranks.", parse=parse_label, metavar="KEY=VALUE"
+    )
+    num_cpus_per_worker: float | None = option(None, "CPUs that each rank takes from Ray; fractions allowed.")
+    num_gpus_per_worker: float | None = option(None, "GPUs that each rank takes from Ray; fractions allowed.")
+    declare_device: tuple[str, ...] = option(
+        (),
+        "A device to plan for, in rank order: name=a10,memory=24G and, where known, speed=600g (bytes per second), "
+        "used=40% or used=2G, node=NAME, count=2; or a YAML file of such entries.",
+        metavar="DEVICE",
+    )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Tensor ranks of each pipeline stage."""
+        if self.pipeline_tensor_sizes is not None:
+            return tuple(int(width) for width in self.pipeline_tensor_sizes.split(","))
+        return (self.tensor_parallel_size,) * self.pipeline_parallel_size
+
+    @property
+    def world_size(self) -> int:
+        return self.data_parallel_size * self.context_parallel_size * sum(self.widths)
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each stage; empty while that is automatic."""
+        return () if self.pipeline_split == "auto" else tuple(int(n) for n in self.pipeline_split.split(","))
+
+    @property
+    def tensor_weights(self) -> tuple[tuple[float, ...], ...]:
+        """Shares of each stage's tensor ranks; empty while that is automatic."""
+        if self.tensor_split == "auto":
+            return ()
+        stages = [tuple(float(share) for share in part.split(",")) for part in self.tensor_split.split(";")]
+        return tuple(stages * len(self.widths) if len(stages) == 1 else stages)
 
 
 @dataclass(frozen=True)
@@ -219,9 +351,10 @@ def _checked(declared: dataclasses.Field[Any], value: Any) -> Any:
         items = (value,) if isinstance(value, str) else tuple(value)
         if not all(isinstance(item, str) for item in items):
             raise ConfigError(f"`{name}` must be a list of strings.")
-        return items
+        parse = declared.metadata["parse"]
+        return items if parse is None else tuple(parse(item) for item in items)
     base = kind.removesuffix(" | None")
-    if isinstance(value, str) and base != "str":
+    if isinstance(value, str) and (base != "str" or declared.metadata["parse"] is not None):
         value = parse_text(declared, value)
     if not isinstance(value, _TYPES[base]) or (isinstance(value, bool) and base != "bool"):
         raise ConfigError(f"`{name}` must be {base}, got {type(value).__name__}.")
@@ -278,19 +411,8 @@ def resolve(config: EngineConfig, spec: SpecFacts, hardware: HardwareFacts) -> E
 
     Returns a new object; sizes that need measured memory (the KV cache) are decided by the worker. Raises ConfigError.
     """
-    model, cache, scheduler, parallel = config.model, config.cache, config.scheduler, config.parallel
-    for axis in ("tensor", "pipeline", "data", "context"):
-        size = getattr(parallel, f"{axis}_parallel_size")
-        if size != 1:
-            raise ConfigError(
-                f"--{axis}-parallel-size is {size}, but {axis} parallelism is not in this version.",
-                fix=f"Use --{axis}-parallel-size 1.",
-            )
-    if parallel.distributed_executor_backend not in (None, "inprocess"):
-        raise ConfigError(
-            f"--distributed-executor-backend {parallel.distributed_executor_backend} is not in this version.",
-            fix="Use inprocess.",
-        )
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    parallel = _resolve_parallel(config.parallel)
     positive = {
         "block_size": cache.block_size,
         "max_num_seqs": scheduler.max_num_seqs,
@@ -326,5 +448,90 @@ def resolve(config: EngineConfig, spec: SpecFacts, hardware: HardwareFacts) -> E
         cache=dataclasses.replace(
             cache, kv_cache_dtype=dtype if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
         ),
-        parallel=dataclasses.replace(parallel, distributed_executor_backend="inprocess"),
+        parallel=parallel,
     )
+
+
+def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
+    """The layout's sizes and the executor decided; the splits may still be automatic. Raises ConfigError for numbers
+    that no model and no machine could serve."""
+    for axis in ("tensor", "pipeline", "data", "context"):
+        size = getattr(parallel, f"{axis}_parallel_size")
+        if size < 1:
+            raise ConfigError(f"--{axis}-parallel-size is {size}; it must be at least 1.")
+        if size > 1 and axis in ("data", "context"):
+            raise ConfigError(
+                f"--{axis}-parallel-size is {size}, but {axis} parallelism is not in this version.",
+                fix=f"Use --{axis}-parallel-size 1.",
+            )
+    widths = parallel.widths
+    for size, wanted, flag in (
+        (parallel.pipeline_parallel_size, len(widths), "--pipeline-parallel-size"),
+        (parallel.tensor_parallel_size, max(widths), "--tensor-parallel-size"),
+    ):
+        if size not in (1, wanted):
+            raise ConfigError(
+                f"{flag} is {size}, but --pipeline-tensor-sizes {parallel.pipeline_tensor_sizes} means {wanted}.",
+                fix="Leave one of them out.",
+            )
+    _check_splits(parallel, widths)
+    _check_nodes(parallel)
+    for name in ("num_cpus_per_worker", "num_gpus_per_worker"):
+        amount = getattr(parallel, name)
+        if amount is not None and not 0 <= amount < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is {amount:g}; it must be 0 or more.")
+    backend = parallel.distributed_executor_backend
+    if backend == "inprocess" and parallel.world_size > 1:
+        raise ConfigError(
+            f"--distributed-executor-backend inprocess runs one rank, but the layout has {parallel.world_size}.",
+            fix="Use mp, or leave it out.",
+        )
+    return dataclasses.replace(
+        parallel,
+        pipeline_parallel_size=len(widths),
+        tensor_parallel_size=max(widths),
+        pipeline_tensor_sizes=None if len(set(widths)) == 1 else parallel.pipeline_tensor_sizes,
+        distributed_executor_backend=backend or ("inprocess" if parallel.world_size == 1 else "mp"),
+    )
+
+
+def _check_splits(parallel: ParallelConfig, widths: tuple[int, ...]) -> None:
+    layers, weights = parallel.stage_layers, parallel.tensor_weights
+    if layers and len(layers) != len(widths):
+        raise ConfigError(
+            f"--pipeline-split {parallel.pipeline_split} names {len(layers)} stages, but there are {len(widths)}.",
+            fix=f"Set --pipeline-parallel-size {len(layers)}, or name {len(widths)} numbers.",
+        )
+    if weights and (len(weights) != len(widths) or any(len(w) != n for w, n in zip(weights, widths, strict=True))):
+        ranks = " and ".join(map(str, widths)) if len(set(widths)) > 1 else str(widths[0])
+        stages = f" in each of {len(widths)} stages" if len(widths) > 1 else ""
+        raise ConfigError(
+            f"--tensor-split {parallel.tensor_split} does not name a share for each of {ranks} tensor ranks{stages}.",
+            fix="Name one share a rank (stages apart with ;), or change --tensor-parallel-size.",
+        )
+
+
+def _check_nodes(parallel: ParallelConfig) -> None:
+    if parallel.nnodes < 1:
+        raise ConfigError(f"--nnodes is {parallel.nnodes}; it must be at least 1.")
+    if not 0 <= parallel.node_rank < parallel.nnodes:
+        raise ConfigError(
+            f"--node-rank is {parallel.node_rank}, but with --nnodes {parallel.nnodes} nodes are numbered from 0 to "
+            f"{parallel.nnodes - 1}."
+        )
+    if not 0 < parallel.master_port <= 65535:
+        raise ConfigError(f"--master-port is {parallel.master_port}; it must be between 1 and 65535.")
+    if parallel.nnodes > 1 and not parallel.master_addr:
+        raise ConfigError(
+            f"--nnodes is {parallel.nnodes}, but the nodes do not know where to meet.",
+            fix="Give every node the same --master-addr: an address of node 0 that all can reach.",
+        )
+    if parallel.nnodes > parallel.world_size:
+        raise ConfigError(
+            f"{parallel.nnodes} nodes cannot share {parallel.world_size} rank(s).",
+            fix="Set --tensor-parallel-size or --pipeline-parallel-size so that each node has a rank.",
+        )
+    if parallel.headless and parallel.node_rank == 0:
+        raise ConfigError(
+            "--headless is for nodes other than 0, which serves.", fix="Set --node-rank, or leave it out."
+        )

@@ -160,6 +160,8 @@ def _dashes(argv: Sequence[str]) -> list[str]:
 
 
 def _metavar(declared: dataclasses.Field[Any]) -> str:
+    if declared.metadata["metavar"]:
+        return str(declared.metadata["metavar"])
     if declared.metadata["choices"]:
         return "{" + ",".join(declared.metadata["choices"]) + "}"
     if declared.metadata["parse"] is not None:

@@ -46,7 +46,6 @@ IGNORED: dict[str, tuple[bool, str]] = {
     "--scheduling-policy": (True, "lower `priority` runs first, and equal ones in order of arrival."),
 }
 
-_NODES = "one machine serves."
 _ADAPTERS = "there are no LoRA adapters; merge the adapter into the weights first."
 _TOOLS = "tool calls are not parsed out of answers."
 
@@ -61,11 +60,6 @@ REFUSED: dict[str, str] = {
     "--enable-expert-parallel": "no mixture-of-experts model is supported.",
     "--decode-context-parallel-size": "the context is not split.",
     "-dcp": "the context is not split.",
-    "--nnodes": _NODES,
-    "--node-rank": _NODES,
-    "--master-addr": _NODES,
-    "--master-port": _NODES,
-    "--headless": _NODES,
     "--api-server-count": "one server process answers.",
     "--kv-transfer-config": "the KV cache stays in the engine.",
     "--kv-offloading-size": "the KV cache stays in the engine; --kv-cache-memory-bytes sets its size.",

@@ -25,6 +25,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.config import EngineConfig
+from phalanx.distributed.mesh import Mesh
 from phalanx.engine.client import EngineInfo, EngineOutput
 from phalanx.engine.core_messages import (
     Abort,
@@ -44,8 +45,8 @@ from phalanx.engine.core_messages import (
     request_error,
 )
 from phalanx.engine.engine import Engine
-from phalanx.errors import EngineDead, PhalanxError
-from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied
+from phalanx.errors import ConfigError, EngineDead, PhalanxError
+from phalanx.executor.base import CacheLayout, Executor, LoadProgress, WorkerDied
 from phalanx.logging import configure
 
 if TYPE_CHECKING:
@@ -63,10 +64,8 @@ _TRIES = 3
 
 def open_engine(config: EngineConfig, name: str, progress: LoadProgress | None = None) -> tuple[Engine, EngineInfo]:
     """Load the model in this process. `config` is resolved, `name` is what the model is called. Raises UserError."""
-    from phalanx.executor.inprocess import InProcessExecutor
-
     begin = time.monotonic()
-    executor = InProcessExecutor()
+    executor = _executor(config)
     try:
         layout = executor.start(config, progress)
         engine = Engine(config, executor, layout, compile_grammar=LazyGrammars(config, layout.vocab_size))
@@ -74,6 +73,23 @@ def open_engine(config: EngineConfig, name: str, progress: LoadProgress | None =
         executor.close()
         raise
     return engine, _info(config, name, layout, time.monotonic() - begin)
+
+
+def _executor(config: EngineConfig) -> Executor:
+    """Of the resolved kind, not started. Raises ConfigError for one that is not there."""
+    from phalanx.executor.hub import Layout
+    from phalanx.executor.inprocess import InProcessExecutor
+    from phalanx.executor.multiprocess import multiprocess_executor
+
+    parallel = config.parallel
+    match parallel.distributed_executor_backend:
+        case "mp":
+            layout = Layout(Mesh.of_widths(parallel.widths), parallel.tensor_weights, parallel.stage_layers)
+            return multiprocess_executor(layout, device=config.model.device)
+        case "ray":
+            raise ConfigError("--distributed-executor-backend ray is not in this version.", fix="Use mp.")
+        case _:
+            return InProcessExecutor()
 
 
 def _info(config: EngineConfig, name: str, layout: CacheLayout, load_s: float) -> EngineInfo:

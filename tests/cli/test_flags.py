@@ -21,12 +21,24 @@ def value_of(config: EngineConfig, name: str):
     return getattr(getattr(config, OPTIONS[name][0]), name)
 
 
+SAMPLES: dict[str, tuple[str, object]] = {
+    "tensor_split": ("3,1", "3,1"),
+    "pipeline_split": ("20,10", "20,10"),
+    "pipeline_tensor_sizes": ("2,1", "2,1"),
+    "worker_resources": ("fast=1.5", ("fast=1.5",)),
+    "worker_labels": ("zone=a", ("zone=a",)),
+}
+"""Options with a form of their own."""
+
+
 def sample(declared: dataclasses.Field) -> tuple[str, object]:
     """A text other than the default, and the value that it means."""
     kind = str(declared.type).removesuffix(" | None")
     if declared.metadata["choices"]:
         other = next(choice for choice in declared.metadata["choices"] if choice != declared.default)
         return other, other
+    if declared.name in SAMPLES:
+        return SAMPLES[declared.name]
     if declared.metadata["parse"]:
         return "3K", 3072
     return {"int": ("7", 7), "float": ("0.5", 0.5), "str": ("text", "text")}.get(kind, ("text", ("text",)))

@@ -138,11 +138,11 @@ def test_resolving_leaves_nothing_automatic_and_the_original_alone():
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size is 2"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size is 0"),
         ({"pipeline_parallel_size": 0}, "--pipeline-parallel-size is 0"),
         ({"data_parallel_size": 3}, "--data-parallel-size"),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
-        ({"distributed_executor_backend": "ray"}, "Use inprocess"),
+        ({"distributed_executor_backend": "inprocess", "tensor_parallel_size": 2}, "Use mp"),
         ({"block_size": 0}, "--block-size is 0"),
         ({"max_num_seqs": -1}, "--max-num-seqs"),
         ({"max_num_seqs": 70000}, "65535"),
