@@ -238,10 +238,15 @@ class DecoderSpec:
     @cached_property
     def tensors(self) -> dict[str, WeightSpec]:
         """Every weight by its name. Matrices are [outputs, inputs]."""
-        weights = dict(self._outer_tensors())
+        weights = dict(self.outer_tensors)
         for index, layer in enumerate(self.layers):
             weights |= {f"layers.{index}.{name}": weight for name, weight in layer_tensors(layer, self.hidden_size)}
         return weights
+
+    @cached_property
+    def outer_tensors(self) -> tuple[tuple[str, WeightSpec], ...]:
+        """The weights outside the layers, by name."""
+        return tuple(self._outer_tensors())
 
     def _outer_tensors(self) -> Iterator[tuple[str, WeightSpec]]:
         hidden, width = self.hidden_size, self.embedding.width

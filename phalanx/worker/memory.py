@@ -61,30 +61,37 @@ def activation_bytes(spec: DecoderSpec, dtype: str, *, tokens: int, rows: int) -
     return tokens * per_token * BYTES_PER_ELEMENT[dtype] + min(rows, tokens) * spec.vocab_size * 4 * 3
 
 
+def cache_budget(memory: Memory, activations: int, config: CacheConfig, *, device: str) -> tuple[int, str]:
+    """Bytes that the KV cache may take, and what decided them. `memory` is what is left beside the weights; below zero,
+    or explicit bytes above what is there, nothing fits.
+
+    Explicit bytes win; else a GPU's share of the device less what is used; else a quarter of a host's free memory.
+    """
+    room = memory.available - activations
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
+    if device != "cpu" or config.gpu_memory_utilization is not None:
+        share = GPU_SHARE if config.gpu_memory_utilization is None else config.gpu_memory_utilization
+        used = memory.total - memory.available
+        return min(int(share * memory.total) - used - activations, room), f"{share:g} of the {device} memory"
+    return min(int(memory.available * CPU_SHARE), room), "a quarter of the free memory"
+
+
 def cache_size(needs: Needs, memory: Memory, config: CacheConfig, *, device: str) -> CacheSize:
     """How many blocks the KV cache gets once the weights are loaded. `memory` is what is left then.
 
-    Explicit bytes win; else a GPU's share of the device less what is used; else a quarter of a host's free memory.
     Never more than all requests at full length can use. Raises NotEnoughMemory when no request of `max_model_len`
     tokens fits, with the largest that would.
     """
     room = memory.available - needs.activations
-    if config.kv_cache_memory_bytes is not None:
-        budget, reason = config.kv_cache_memory_bytes, "--kv-cache-memory-bytes"
-        if budget > room:
-            raise NotEnoughMemory(
-                f"--kv-cache-memory-bytes asks for {readable(budget)}, but beside the weights "
-                f"({readable(needs.weights)}) and activations ({readable(needs.activations)}) only "
-                f"{readable(max(room, 0))} of the {device} memory are free.",
-                fix="Ask for less, or free some memory.",
-            )
-    elif device != "cpu" or config.gpu_memory_utilization is not None:
-        share = GPU_SHARE if config.gpu_memory_utilization is None else config.gpu_memory_utilization
-        used = memory.total - memory.available
-        budget = min(int(share * memory.total) - used - needs.activations, room)
-        reason = f"{share:g} of the {device} memory"
-    else:
-        budget, reason = min(int(memory.available * CPU_SHARE), room), "a quarter of the free memory"
+    budget, reason = cache_budget(memory, needs.activations, config, device=device)
+    if config.kv_cache_memory_bytes is not None and budget > room:
+        raise NotEnoughMemory(
+            f"--kv-cache-memory-bytes asks for {readable(budget)}, but beside the weights "
+            f"({readable(needs.weights)}) and activations ({readable(needs.activations)}) only "
+            f"{readable(max(room, 0))} of the {device} memory are free.",
+            fix="Ask for less, or free some memory.",
+        )
     enough = needs.max_num_seqs * needs.blocks_per_request
     blocks = max(budget, 0) // needs.bytes_per_block
     if blocks < needs.blocks_per_request:
