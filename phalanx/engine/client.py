@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.errors import PhalanxError
 from phalanx.executor.base import WorkerStatus
 from phalanx.sampling_params import SamplingParams
 from phalanx.step import TokenLogprobs
@@ -45,6 +46,20 @@ class RequestError(msgspec.Struct, frozen=True):
     status: int = 500
     param: str | None = None
     retry_after: float | None = None
+
+
+def request_error(error: BaseException) -> RequestError:
+    """`error` as its client may see it; of an unexpected one only that it happened."""
+    if not isinstance(error, PhalanxError):
+        return RequestError("The engine failed on this request. This is a bug in Phalanx; the log has the cause.")
+    return RequestError(
+        message=str(error),
+        type=error.type,
+        code=error.code,
+        status=error.status,
+        param=error.param,
+        retry_after=error.retry_after,
+    )
 
 
 class EngineOutput(msgspec.Struct, frozen=True):

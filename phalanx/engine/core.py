@@ -24,9 +24,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from phalanx import env
 from phalanx.config import EngineConfig
-from phalanx.distributed.mesh import Mesh
-from phalanx.engine.client import EngineInfo, EngineOutput
+from phalanx.engine.client import EngineInfo, EngineOutput, EngineStatus, request_error
 from phalanx.engine.core_messages import (
     Abort,
     BrokenFrame,
@@ -42,11 +42,11 @@ from phalanx.engine.core_messages import (
     ToEngine,
     decode_request,
     load_failure,
-    request_error,
 )
 from phalanx.engine.engine import Engine
-from phalanx.errors import ConfigError, EngineDead, PhalanxError
-from phalanx.executor.base import CacheLayout, Executor, LoadProgress, WorkerDied
+from phalanx.errors import EngineDead, InvalidRequest, PhalanxError
+from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied
+from phalanx.executor.choose import make_executor
 from phalanx.logging import configure
 
 if TYPE_CHECKING:
@@ -65,31 +65,15 @@ _TRIES = 3
 def open_engine(config: EngineConfig, name: str, progress: LoadProgress | None = None) -> tuple[Engine, EngineInfo]:
     """Load the model in this process. `config` is resolved, `name` is what the model is called. Raises UserError."""
     begin = time.monotonic()
-    executor = _executor(config)
+    executor = make_executor(config)
     try:
         layout = executor.start(config, progress)
-        engine = Engine(config, executor, layout, compile_grammar=LazyGrammars(config, layout.vocab_size))
+        grammars = LazyGrammars(config, layout.vocab_size)
+        engine = Engine(config, executor, layout, compile_grammar=grammars, debug=env.debug())
     except BaseException:
         executor.close()
         raise
     return engine, _info(config, name, layout, time.monotonic() - begin)
-
-
-def _executor(config: EngineConfig) -> Executor:
-    """Of the resolved kind, not started. Raises ConfigError for one that is not there."""
-    from phalanx.executor.hub import Layout
-    from phalanx.executor.inprocess import InProcessExecutor
-    from phalanx.executor.multiprocess import multiprocess_executor
-
-    parallel = config.parallel
-    match parallel.distributed_executor_backend:
-        case "mp":
-            layout = Layout(Mesh.of_widths(parallel.widths), parallel.tensor_weights, parallel.stage_layers)
-            return multiprocess_executor(layout, device=config.model.device)
-        case "ray":
-            raise ConfigError("--distributed-executor-backend ray is not in this version.", fix="Use mp.")
-        case _:
-            return InProcessExecutor()
 
 
 def _info(config: EngineConfig, name: str, layout: CacheLayout, load_s: float) -> EngineInfo:
@@ -159,7 +143,7 @@ class Core:
                     return
                 self._handle(message, replies)
             if replies:  # ahead of the step: clients wait to hear whether they are admitted
-                self._channel.send(Outputs(replies))
+                self._send_outputs(replies)
             busy = engine.has_work
             outputs = self._step() if busy else []
             if outputs is None:
@@ -219,9 +203,28 @@ class Core:
         self._was_busy = busy
         if due or idle_since or (busy and not self._engine.has_work):
             self._status_sent = now
-            self._channel.send(Outputs(outputs, self._engine.status()))
+            self._send_outputs(outputs, self._engine.status())
         elif outputs:
-            self._channel.send(Outputs(outputs))
+            self._send_outputs(outputs)
+
+    def _send_outputs(self, outputs: list[EngineOutput], status: EngineStatus | None = None) -> None:
+        """In several frames when one would be too large. An output that is too large alone ends its request."""
+        try:
+            self._channel.send(Outputs(outputs, status))
+        except BrokenFrame:
+            if len(outputs) > 1:
+                middle = len(outputs) // 2
+                self._send_outputs(outputs[:middle])
+                self._send_outputs(outputs[middle:], status)
+                return
+            refusal = InvalidRequest(
+                "The log-probabilities of one step are too many to be sent.", fix="Ask for fewer.", param="logprobs"
+            )
+            ended = EngineOutput(
+                outputs[0].request_id, outputs[0].start, finish_reason="error", error=request_error(refusal)
+            )
+            self._engine.abort([ended.request_id])
+            self._channel.send(Outputs([ended], status))
 
 
 def _load(channel: FrameSocket, start: Start) -> Engine | None:

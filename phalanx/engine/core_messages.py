@@ -137,14 +137,22 @@ class FrameSocket:
         self._sock.setblocking(False)
         self._received = bytearray()
 
+    def _await(self, event: int, timeout: float | None = None) -> None:
+        """Up to `timeout` seconds. By poll: select knows no descriptor from 1024 on, and ours has the number that a
+        front end with many open files gave it."""
+        poll = select.poll()
+        poll.register(self._sock, event)
+        poll.poll(None if timeout is None else timeout * 1000)
+
     def send(self, message: FromEngine) -> None:
-        """Waits while the peer's buffer is full. Raises OSError when the peer is gone."""
+        """Waits while the peer's buffer is full. Raises OSError when the peer is gone, and BrokenFrame, with nothing
+        sent, when `message` is too large."""
         data = memoryview(frame(message))
         while data:
             try:
                 data = data[self._sock.send(data) :]
             except BlockingIOError:
-                select.select([], [self._sock], [])
+                self._await(select.POLLOUT)
 
     def receive(self, timeout: float) -> list[ToEngine]:
         """Everything that has arrived; waits up to `timeout` seconds for the first byte (0 does not wait).
@@ -152,7 +160,7 @@ class FrameSocket:
         Raises EOFError when the peer is gone, BrokenFrame when it sends nonsense.
         """
         if timeout > 0:
-            select.select([self._sock], [], [], timeout)
+            self._await(select.POLLIN, timeout)
         while True:
             try:
                 data = self._sock.recv(1 << 18)
@@ -197,20 +205,6 @@ def loading_error(failure: LoadFailed) -> PhalanxError:
     """The inverse of `load_failure`: the same class, message and fix."""
     kind = _KINDS.get(failure.kind, PhalanxError)
     return kind(failure.message, fix=failure.fix, param=failure.param, code=failure.code)
-
-
-def request_error(error: BaseException) -> RequestError:
-    """`error` as its client may see it; of an unexpected one only that it happened."""
-    if not isinstance(error, PhalanxError):
-        return RequestError("The engine failed on this request. This is a bug in Phalanx; the log has the cause.")
-    return RequestError(
-        message=str(error),
-        type=error.type,
-        code=error.code,
-        status=error.status,
-        param=error.param,
-        retry_after=error.retry_after,
-    )
 
 
 def raised(error: RequestError) -> PhalanxError:

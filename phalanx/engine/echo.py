@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncGenerator
 
 from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus
-from phalanx.engine.core_messages import request_error
 from phalanx.errors import Draining, EngineDead, QueueFull
 from phalanx.step import TokenLogprobs, pack
 

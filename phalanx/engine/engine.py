@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineOutput, EngineRequest, EngineStatus
+from phalanx.engine.client import EngineOutput, EngineRequest, EngineStatus, request_error
 from phalanx.engine.compiling import Compilations
-from phalanx.engine.request import Grammar, Request, error_output, request_error
+from phalanx.engine.request import Grammar, Request, error_output
 from phalanx.engine.scheduler import Scheduler
 from phalanx.errors import EngineDead, InvalidRequest, PhalanxError
 from phalanx.executor.base import CacheLayout, Executor, WorkerDied

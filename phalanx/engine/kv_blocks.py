@@ -146,6 +146,11 @@ class BlockPool:
         self._cached[block_hash] = block
         self._hashes[block] = block_hash
 
+    def retract(self, blocks: Sequence[int]) -> None:
+        """The content of these blocks, all in use, is in doubt: nobody shall find it any more."""
+        for block in blocks:
+            self._forget(block)
+
     def _forget(self, block: int) -> None:
         """Take `block` out of the index."""
         found_by = self._hashes[block]

@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus
+from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, request_error
 from phalanx.engine.core_messages import (
     Abort,
     BrokenFrame,
@@ -38,7 +38,6 @@ from phalanx.engine.core_messages import (
     decode_from_engine,
     frame,
     loading_error,
-    request_error,
     submit,
 )
 from phalanx.errors import Draining, EngineDead, InvalidRequest

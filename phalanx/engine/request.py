@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.engine.client import EngineOutput, EngineRequest, RequestError
-from phalanx.errors import ContextLengthExceeded, InvalidRequest, PhalanxError
+from phalanx.errors import ContextLengthExceeded, InvalidRequest
 from phalanx.step import Admission, PromptLogprobs, SamplingState, TokenLogprobs, pack
 
 
@@ -61,6 +61,8 @@ class Request:
     slot: int | None = None
     """Its row in the workers while it runs."""
     blocks: list[int] = field(default_factory=list)
+    num_found: int = 0
+    """How many of `blocks`, at its beginning, were in the prefix cache; the others it computes itself."""
     num_computed: int = 0
     """Tokens whose keys and values are in `blocks`."""
     num_sent: int = 0
@@ -186,20 +188,6 @@ class Request:
         entries = piece.entries[max(0, self.prompt_logprobs_sent + 1 - piece.start) :]
         self.prompt_logprobs_sent += len(entries)
         return entries
-
-
-def request_error(error: Exception) -> RequestError:
-    """`error` as its client may see it: ours in full, of others only that there was one."""
-    if not isinstance(error, PhalanxError):
-        return RequestError(f"The engine failed on this request ({type(error).__name__}).")
-    return RequestError(
-        message=str(error),
-        type=error.type,
-        code=error.code,
-        status=error.status,
-        param=error.param,
-        retry_after=error.retry_after,
-    )
 
 
 def error_output(request: Request, error: RequestError) -> EngineOutput:

@@ -26,11 +26,11 @@ from collections import deque
 from dataclasses import dataclass
 
 from phalanx.config import SchedulerConfig
-from phalanx.engine.client import EngineOutput, RequestError
+from phalanx.engine.client import EngineOutput, RequestError, request_error
 from phalanx.engine.kv_blocks import BlockPool, extend_hashes
 from phalanx.engine.plan_draft import MAX_ROW_TOKENS, PlanDraft
 from phalanx.engine.queue import WaitingQueue
-from phalanx.engine.request import Request, error_output, request_error
+from phalanx.engine.request import Request, error_output
 from phalanx.errors import InvalidRequest, PhalanxError
 from phalanx.executor.base import CacheLayout, WorkerDied
 from phalanx.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, unpack
@@ -252,6 +252,7 @@ class Scheduler:
         insort(self.running, request, key=Request.order)
         request.slot = self._free_slots.pop()
         request.blocks = table
+        request.num_found = num_cached
         request.num_computed = num_cached * self.pool.block_size
         if self._prefix_caching and not request.wants_prompt_logprobs():
             self.counters.prefix_queries += len(request.tokens)
@@ -301,6 +302,7 @@ class Scheduler:
 
     def _advance(self, request: Request, count: int, answer: _Answer, now: float) -> None:
         if answer.failure is not None:
+            self.pool.retract(request.blocks[request.num_found :])  # what fails once must not fail whoever shares it
             self._end(request, error_output(request, RequestError(answer.failure)), now)
             return
         self.counters.computed_tokens += count

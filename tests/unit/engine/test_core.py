@@ -7,6 +7,7 @@ import time
 import msgspec
 
 from phalanx.engine import core as core_module
+from phalanx.engine import core_messages
 from phalanx.engine.client import EngineOutput
 from phalanx.engine.core import Core
 from phalanx.engine.core_messages import (
@@ -203,6 +204,22 @@ def test_lost_workers_that_do_not_come_back_end_the_engine():
         pass
     assert "gone for good" in message.cause
     running.has_ended()
+
+
+def test_outputs_too_large_for_one_frame_go_in_several_and_end_only_whom_they_must(monkeypatch):
+    running = Running(gated=True)
+    running.send(submit(make_request("a", list(range(32)), max_tokens=4, prompt_logprobs=0)))
+    running.send(*(submit(make_request(f"b{i}", [1, 2, 3], max_tokens=4)) for i in range(6)))
+    monkeypatch.setattr(core_messages, "MAX_FRAME", 600)
+    running.let(1000)
+    found = running.outputs_until("a", *(f"b{i}" for i in range(6)))
+    refused = next(output for output in found["a"] if output.finish_reason is not None)
+    assert refused.error.status == 400
+    assert "too many" in refused.error.message
+    for i in range(6):
+        assert found[f"b{i}"][-1].finish_reason == "length"
+        assert sum(len(output.token_ids) for output in found[f"b{i}"]) == 4
+    running.end()
 
 
 def test_an_idle_engine_beats():

@@ -1,3 +1,5 @@
+import fcntl
+import resource
 import socket
 import struct
 
@@ -7,7 +9,7 @@ import pytest
 from phalanx import errors
 from phalanx.config import EngineConfig
 from phalanx.engine import core_messages as messages
-from phalanx.engine.client import EngineOutput, EngineStatus
+from phalanx.engine.client import EngineOutput, EngineStatus, request_error
 from phalanx.sampling_params import SamplingParams, StructuredOutputs
 from tests.helpers.engine_requests import engine_request
 
@@ -122,7 +124,7 @@ def test_subclasses_from_elsewhere_arrive_as_the_nearest_kind():
 @pytest.mark.parametrize("kind", KINDS)
 def test_request_errors_keep_what_a_client_sees(kind):
     error = kind("What happened.", fix="What to do.", param="p")
-    again = messages.raised(messages.request_error(error))
+    again = messages.raised(request_error(error))
     assert again.body() == error.body()
     assert (again.status, again.retry_after) == (error.status, error.retry_after)
 
@@ -131,11 +133,39 @@ def test_request_errors_keep_what_a_client_sees(kind):
     "kind", [errors.InvalidRequest, errors.ContextLengthExceeded, errors.QueueFull, errors.EngineDead]
 )
 def test_request_errors_that_callers_tell_apart_keep_their_class(kind):
-    assert type(messages.raised(messages.request_error(kind("x")))) is kind
+    assert type(messages.raised(request_error(kind("x")))) is kind
+
+
+@pytest.mark.parametrize("timeout", [0.0, 0.01])
+def test_a_socket_may_have_any_number(pair, timeout):
+    """It has the number that it had in a front end with perhaps thousands of open files."""
+    ours, channel = pair
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] < 2000:
+        pytest.skip("this machine allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, limits[1]))
+    try:
+        with socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, 1500)) as far:
+            assert far.fileno() >= 1500
+            channel = messages.FrameSocket(far)
+            channel.receive(timeout)
+            channel.send(messages.Outputs([]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_message_that_is_too_large_is_not_sent_in_part(pair, monkeypatch):
+    ours, channel = pair
+    monkeypatch.setattr(messages, "MAX_FRAME", 100)
+    with pytest.raises(messages.BrokenFrame):
+        channel.send(messages.Fatal("x" * 101))
+    ours.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        ours.recv(1)
 
 
 def test_unexpected_errors_tell_no_details():
-    error = messages.request_error(ValueError("secret prompt"))
+    error = request_error(ValueError("secret prompt"))
     assert "secret" not in error.message
     assert error.status == 500
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.engine.request import Request, request_error
-from phalanx.errors import InvalidRequest, QueueFull
+from phalanx.engine.request import Request
+from phalanx.errors import InvalidRequest
 from phalanx.sampling_params import SamplingParams
 from phalanx.step import PromptLogprobs, TokenLogprobs, unpack
 from tests.helpers.engine_driver import make_request
@@ -97,11 +97,3 @@ def test_prompt_logprobs_that_come_again_are_dropped() -> None:
     assert request.new_prompt_logprobs(PromptLogprobs(0, 1, entries[:1])) == []
     assert request.new_prompt_logprobs(PromptLogprobs(0, 2, entries[1:4])) == entries[2:4]
     assert request.new_prompt_logprobs(PromptLogprobs(0, 5, entries[4:])) == entries[4:]
-
-
-def test_errors_of_ours_are_shown_and_others_are_not() -> None:
-    shown = request_error(QueueFull("Full.", retry_after=7.0))
-    assert (shown.message, shown.status, shown.code, shown.retry_after) == ("Full.", 503, "overloaded", 7.0)
-    hidden = request_error(ValueError("a prompt"))
-    assert hidden.status == 500
-    assert "a prompt" not in hidden.message

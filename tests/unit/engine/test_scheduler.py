@@ -258,6 +258,23 @@ def test_prompt_logprobs_come_once_even_when_preempted_in_the_prompt() -> None:
     driver.drain()
 
 
+def test_blocks_of_a_failed_row_are_not_shared() -> None:
+    """What made its scores unusable may be in any block that it computed."""
+    driver = driver_with(max_num_batched_tokens=4, block_size=4)
+    driver.ask("before", list(range(4, 9)), max_tokens=1)
+    driver.drain()
+    driver.executor.fail_row = lambda slot, step_id: step_id == 5
+    bad = driver.ask("a", list(range(4, 18)), max_tokens=4)
+    bad.may_end.add("error")
+    driver.drain()
+    assert bad.reason == "error"
+    good = driver.ask("b", list(range(4, 18)), max_tokens=1)
+    driver.drain()
+    assert good.reason == "length"
+    assert good.output is not None
+    assert good.output.num_cached_tokens == 4  # what another had computed, and only that
+
+
 def test_what_can_never_fit_is_refused() -> None:
     driver = driver_with(blocks=4, block_size=4, max_model_len=100)
     with pytest.raises(InvalidRequest, match="KV cache holds 16"):
