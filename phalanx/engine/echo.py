@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 
-from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus
+from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, request_error
 from phalanx.errors import Draining, EngineDead, QueueFull
 from phalanx.step import TokenLogprobs, pack
 
