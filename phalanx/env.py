@@ -1,8 +1,10 @@
-"""The only file that reads the process environment."""
+"""The only file that reads or changes the process environment."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "PHALANX_"
@@ -16,6 +18,11 @@ def cache_dir() -> Path:
 def variables() -> dict[str, str]:
     """Every `PHALANX_…` variable, by its name without the prefix, in lower case."""
     return {name[len(PREFIX) :].lower(): value for name, value in os.environ.items() if name.startswith(PREFIX)}
+
+
+def host_ip() -> str | None:
+    """`PHALANX_HOST_IP`: this machine's address for other nodes, where the route to them is not to decide."""
+    return os.environ.get("PHALANX_HOST_IP") or None
 
 
 def debug() -> bool:
@@ -50,3 +57,49 @@ def reported() -> dict[str, str]:
 def for_child(**values: str) -> dict[str, str]:
     """The environment for a child process: this one's, with `values` set."""
     return {**os.environ, **values}
+
+
+_OURS = (PREFIX, "HF_")
+_OF_ONE_HOST = ("PHALANX_HOST_IP", "PHALANX_NODE_RANK", "PHALANX_HOST", "PHALANX_PORT")
+_NOT_FOR_RANKS = ("PHALANX_API_KEY", "PHALANX_TRANSPORT_KEY")
+
+
+def for_ranks() -> dict[str, str]:
+    """The variables that travel to ranks on other nodes: ours, Hugging Face's and OMP_NUM_THREADS. What describes one
+    host (`PHALANX_HOST_IP`, `*_SOCKET_IFNAME`, `CUDA_VISIBLE_DEVICES`) stays there, and secrets that no rank needs."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if (name.startswith(_OURS) or name == "OMP_NUM_THREADS")
+        and not name.endswith("_SOCKET_IFNAME")
+        and name not in (*_OF_ONE_HOST, *_NOT_FOR_RANKS)
+    }
+
+
+def ray_address() -> str | None:
+    """`RAY_ADDRESS`: the cluster to join."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def at_start(name: str) -> str | None:
+    """A variable as this process was started with it, whatever has set it since. None where that cannot be seen."""
+    try:
+        entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return next((e[len(name) + 1 :].decode() for e in entries if e.startswith(name.encode() + b"=")), None)
+
+
+@contextlib.contextmanager
+def changed(**values: str) -> Iterator[None]:
+    """Sets variables of this process for a while: for a library that reads them when it is loaded."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

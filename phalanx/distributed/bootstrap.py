@@ -20,11 +20,10 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 
 import msgspec
 
+from phalanx.distributed.address import Address, node_id
 from phalanx.distributed.collectives import Group, Groups, SingleGroup
 from phalanx.distributed.mesh import AXES, Axis, Mesh
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
@@ -46,24 +45,6 @@ _CONNECT_S = 10.0
 _TRY_AGAIN_S = 0.02
 _TURNED_AWAY_S = 10.0
 """A peer that is still in an older epoch turns calls away; for so long they are repeated."""
-
-
-@cache
-def node_id() -> str:
-    """Equal for processes that can share memory by descriptor: same kernel since its boot, same network namespace."""
-    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/net')}"
-
-
-class Address(msgspec.Struct, frozen=True):
-    """Where a rank can be reached."""
-
-    rank: int
-    node: str
-    unix: str
-    """Name of an abstract Unix socket, without its leading NUL."""
-    host: str = ""
-    port: int = 0
-    """0 when the rank is not reachable from other nodes."""
 
 
 class _Hello(msgspec.Struct, frozen=True):

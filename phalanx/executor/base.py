@@ -49,12 +49,13 @@ class WorkerStatus(msgspec.Struct):
 
 
 class WorkerDied(PhalanxError):
-    """A rank is gone or unusable; `rank` and `cause` say which and why."""
+    """A rank is gone or unusable; `rank` and `cause` say which and why, `node` where it ran, if that is known."""
 
-    def __init__(self, rank: int, cause: str):
-        super().__init__(f"Worker {rank} died: {cause}.")
+    def __init__(self, rank: int, cause: str, *, node: str = ""):
+        super().__init__(f"Worker {rank}{f' on {node}' if node else ''} died: {cause}.")
         self.rank = rank
         self.cause = cause
+        self.node = node
 
 
 LoadProgress = Callable[[str, float], None]

@@ -1,10 +1,14 @@
 """What an executor and its ranks say to each other beside plans and results: typed msgpack, authenticated.
 
-    executor -> rank    Begin, Allocate, AbortEpoch, Stop
-    rank -> executor    Join, Progress, Loaded, Ready, Failed
+    executor -> rank    Begin, Load, Measure, Allocate, AbortEpoch, Stop
+    rank -> executor    Join, Met, Progress, Loaded, Measured, Ready, Failed, Left
 
-A rank joins once in its life. Each epoch then goes Begin, (Progress …), Loaded, Allocate, Ready, and plans until the
-epoch is aborted. Frames carry a kind: a message, a plan, or a result.
+A rank joins once in its life. Each epoch then goes
+
+    Begin ── Met ── Load ── (Progress …) Loaded ── Measure ── Measured ── Allocate ── Ready ── plans … ── Left
+
+and every order is given when all ranks have answered the one before: none loads before all have found that there is
+room, none measures what is free while another is still loading. Frames carry a kind: a message, a plan, or a result.
 """
 
 from __future__ import annotations
@@ -13,14 +17,34 @@ import msgspec
 
 from phalanx import errors
 from phalanx.config import EngineConfig
-from phalanx.distributed.bootstrap import Address
+from phalanx.distributed.address import Address
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import PhalanxError
-from phalanx.executor.base import WorkerStatus
+from phalanx.executor.base import CacheLayout, WorkerStatus
 
 MESSAGE, PLAN, RESULT = 1, 2, 3
 LIMIT = 1 << 28
 """Bytes of the longest frame: a plan that admits very long prompts, or a result with their log-probabilities."""
+
+
+class RankStart(msgspec.Struct, frozen=True):
+    """All that a new process needs to become a rank."""
+
+    rank: int
+    hub: Address
+    """Where the executor listens; its `rank` is -1."""
+    key: bytes
+    host: str | None = None
+    """This node's address for ranks of other nodes; None when the world is on one node."""
+    cores: tuple[int, ...] = ()
+    """Processor cores to run on; empty leaves the choice to the system."""
+    threads: int = 1
+    """At most; OMP_NUM_THREADS may say fewer."""
+    device_index: int = 0
+    """Which of the node's devices, where they are numbered (GPUs)."""
+    encrypt: bool = False
+    timeout: float = 60.0
+    """Seconds to reach the executor."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -35,7 +59,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Begin(msgspec.Struct, frozen=True, tag="begin"):
-    """An epoch begins: meet the others, load what is not loaded, and say how much fits."""
+    """An epoch begins: meet the others, and see whether there is room for what is not loaded yet."""
 
     epoch: int
     roster: list[Address]
@@ -46,7 +70,9 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     stage_layers: tuple[int, ...]
     """Layers of each pipeline stage."""
     node_ranks: int
-    """Ranks that share this rank's node and its memory."""
+    """Ranks on this rank's node."""
+    loading_ranks: int
+    """Those of them that are still to load, and share the memory that is free."""
     crowded: bool
     encrypt: bool
     exchange_timeout: float | None
@@ -54,6 +80,14 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Place in the node's plan ring, whose descriptors follow; 0 when plans come over this stream."""
     reports: bool
     """This rank's results are the step's; where there is a plan ring, the descriptors of a result ring follow too."""
+
+
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """All have room: read the weights, unless they are there."""
+
+
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """All have loaded: say how many blocks the cache can have."""
 
 
 class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
@@ -68,12 +102,22 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
+class Met(msgspec.Struct, frozen=True, tag="met"):
+    """Connected with all groups, and there is room for the weights."""
+
+    epoch: int
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     phase: str
     share: float
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    epoch: int
+
+
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
     epoch: int
     blocks: int
     """The most that fit here."""
@@ -83,8 +127,8 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     epoch: int
-    bytes_per_block: int
-    vocab_size: int
+    layout: CacheLayout
+    """`bytes_per_block` is this rank's alone."""
     status: WorkerStatus
 
 
@@ -97,10 +141,19 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     fix: str | None = None
     code: str | None = None
     param: str | None = None
+    secondary: bool = False
+    """It only noticed that another rank is gone or disagrees; that one's own word, if it comes, says more."""
 
 
-ToRank = Begin | Allocate | AbortEpoch | Stop
-FromRank = Join | Progress | Loaded | Ready | Failed
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """This rank has let go of everything that belonged to the epoch, and waits for the next."""
+
+    epoch: int
+
+
+Order = Load | Measure | Allocate
+ToRank = Begin | Order | AbortEpoch | Stop
+FromRank = Join | Met | Progress | Loaded | Measured | Ready | Failed | Left
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)
@@ -126,15 +179,16 @@ _KINDS: dict[str, type[PhalanxError]] = {
 }
 
 
-def failed(epoch: int, error: BaseException) -> Failed:
-    """`error` as it travels; of an unexpected one its class and text."""
+def failed(epoch: int, error: BaseException, *, secondary: bool = False) -> Failed:
+    """`error` as it travels; of an unexpected one its class and text, in one line."""
     if not isinstance(error, PhalanxError):
-        return Failed(epoch, "PhalanxError", f"{type(error).__name__}: {error}".rstrip(": "))
+        text = " ".join(str(error).split())[:500]
+        return Failed(epoch, "PhalanxError", f"{type(error).__name__}: {text}".rstrip(": "))
     kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "PhalanxError")
-    return Failed(epoch, kind, error.message, error.fix, error.code, error.param)
+    return Failed(epoch, kind, error.message, error.fix, error.code, error.param, secondary)
 
 
-def raised(failure: Failed) -> PhalanxError:
-    """The exception that `failure` stands for."""
+def raised(failure: Failed, where: str = "") -> PhalanxError:
+    """The exception that `failure` stands for; `where` goes in front of its message."""
     kind = _KINDS.get(failure.kind, PhalanxError)
-    return kind(failure.message, fix=failure.fix, param=failure.param, code=failure.code)
+    return kind(where + failure.message, fix=failure.fix, param=failure.param, code=failure.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -9,17 +10,38 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 
+from phalanx.executor.death import describe
 from phalanx.executor.hub import HubExecutor, Layout
-from phalanx.executor.rank import RankStart
+from phalanx.executor.messages import RankStart
 from phalanx.executor.supervisor import Ended, Kill, Launch, Started, decode_from_supervisor, receive, send
+from phalanx.worker.limits import usable_cores
 
-_CAUSE_S = 0.5
-"""How long to wait for the supervisor to say what a lost rank died of."""
+_END_S = 5.0
+"""Seconds for a killed process to be gone, and for the supervisor to end by itself."""
+
+
+def start_supervisor(*, zygote: bool = True) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """The process that starts ranks, and the socket to tell it so (`supervisor.send`, `receive`). `zygote` has it
+    import what ranks need, so that it can fork them. It ends when the socket is closed, or with this process."""
+    ours, theirs = socket.socketpair()
+    # -P: the current folder is no place for modules. A process group of its own: Ctrl-C on a terminal reaches this
+    # process alone. Standard output is the caller's.
+    command = [sys.executable, "-P", "-m", "phalanx.executor.supervisor", "--fd", str(theirs.fileno())]
+    command += ["--parent", str(os.getpid())]
+    command += ["--zygote"] if zygote else []
+    command += ["--thread-stays"] if threading.current_thread() is threading.main_thread() else []
+    with theirs:
+        process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2, process_group=0
+        )
+    return process, ours
 
 
 @dataclass
@@ -28,112 +50,182 @@ class _Process:
     cause: str | None = None
 
 
-class SupervisorLauncher:
-    """Starts ranks through a supervisor process. `device` decides whether they can be forked."""
+class SupervisorProcess:
+    """A supervisor and the ranks under it, as seen from who started it. Thread-safe."""
 
-    host: str | None = None
-
-    def __init__(self, world_size: int, device: str):
-        self._fork = device == "cpu"
-        self._plan = core_plan(sorted(os.sched_getaffinity(0)), world_size)
-        self._processes: dict[int, _Process] = {}
+    def __init__(self, *, zygote: bool):
+        self._zygote = zygote
+        self._ranks: dict[int, _Process] = {}
         self._heard = threading.Condition()
+        self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
-        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._listener: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start it, unless it runs. It is quick: what it imports, it imports on its own."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._process, self._sock = start_supervisor(zygote=self._zygote)
+        self._listener = threading.Thread(target=self._listen, args=(self._sock,), name="supervisor", daemon=True)
+        self._listener.start()
 
     def launch(self, starts: list[RankStart]) -> None:
-        if not starts:
-            return
-        sock = self._start_supervisor()
+        """Start these ranks. That one has failed to start is its cause of death."""
+        self.start()
         with self._heard:
-            for start in starts:
-                self._processes[start.rank] = _Process()
-        placed = [
-            msgspec.structs.replace(start, cores=self._plan[start.rank][0], threads=self._plan[start.rank][1])
-            for start in starts
-        ]
-        send(sock, Launch(placed, self._fork))
+            self._ranks |= {start.rank: _Process() for start in starts}
+        self._tell(Launch(starts, self._zygote))
 
     def kill(self, rank: int) -> None:
-        if self._sock is None or self.cause(rank) is not None:
-            return
-        try:
-            send(self._sock, Kill(rank))
-        except OSError:
-            return
-        self._wait(rank, 5.0)
+        """Returns when it is gone."""
+        with self._heard:
+            process = self._ranks.get(rank)
+        if process is not None and process.cause is None:
+            self._tell(Kill(rank))
+            if self.cause(rank, _END_S) is None and process.pid:
+                with contextlib.suppress(ProcessLookupError):  # not reaped yet, so the number is still its own
+                    os.kill(process.pid, signal.SIGKILL)
 
-    def cause(self, rank: int) -> str | None:
-        process = self._processes.get(rank)
-        if process is None:
-            return None
-        if process.pid and process.cause is None and not _alive(process.pid):
-            self._wait(rank, _CAUSE_S)
-        if process.cause is None and self._supervisor is not None and self._supervisor.poll() is not None:
-            return "its supervisor ended"
-        return process.cause
+    def cause(self, rank: int, wait: float = 0.0) -> str | None:
+        """What it died of; None when it is not known to be dead. Waits up to `wait` seconds to get to know it."""
+        with self._heard:
+            process = self._ranks.get(rank)
+            if process is None:
+                return None
+            self._heard.wait_for(lambda: process.cause is not None, wait)
+            return process.cause
+
+    def clear(self) -> None:
+        """End all ranks; the supervisor stays."""
+        with self._heard:
+            running = [rank for rank, process in self._ranks.items() if process.cause is None]
+        for rank in running:
+            self._tell(Kill(rank))
+        deadline = time.monotonic() + _END_S
+        for rank in running:
+            self.cause(rank, max(0.0, deadline - time.monotonic()))
+        with self._heard:
+            self._ranks.clear()
 
     def close(self) -> None:
-        if self._sock is not None:
-            self._sock.close()
-            self._sock = None
-        if self._supervisor is None:
+        """End it, and its ranks with it. Idempotent; `start` may follow."""
+        if self._process is None or self._sock is None or self._listener is None:
             return
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         try:
-            self._supervisor.wait(5.0)
+            self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._supervisor.send_signal(signal.SIGKILL)
-            self._supervisor.wait()
+            self._process.kill()
+            self._process.wait()
+        self._listener.join()
+        self._sock.close()
+        self._process = self._sock = self._listener = None
+        with self._heard:
+            self._ranks.clear()
 
-    def _start_supervisor(self) -> socket.socket:
+    def _tell(self, message: Launch | Kill) -> None:
+        """That the supervisor is gone is noticed by the listener."""
         if self._sock is not None:
-            return self._sock
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "phalanx.executor.supervisor"]
-        command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
-        self._supervisor = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        self._sock = ours
-        threading.Thread(target=self._listen, args=(ours,), name="supervisor", daemon=True).start()
-        return ours
+            try:
+                send(self._sock, message)
+            except OSError:
+                return
 
     def _listen(self, sock: socket.socket) -> None:
         try:
             while (data := receive(sock)) is not None:
-                message = decode_from_supervisor(data)
-                with self._heard:
-                    process = self._processes.setdefault(message.rank, _Process())
-                    match message:
-                        case Started(pid=pid):
-                            process.pid = pid
-                        case Ended(pid=pid, cause=cause) if process.pid == pid:
-                            process.cause = cause
-                    self._heard.notify_all()
-        except OSError:
-            return
-
-    def _wait(self, rank: int, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+                self._hear(decode_from_supervisor(data))
+        except (OSError, msgspec.DecodeError):
+            pass
         with self._heard:
-            while self._processes[rank].cause is None and time.monotonic() < deadline:
-                self._heard.wait(deadline - time.monotonic())
+            for process in self._ranks.values():
+                process.cause = process.cause or self._own_end()
+            self._heard.notify_all()
+
+    def _hear(self, message: Started | Ended) -> None:
+        with self._heard:
+            process = self._ranks.setdefault(message.rank, _Process())
+            if isinstance(message, Started):
+                process.pid = message.pid
+            elif message.pid in (0, process.pid):
+                process.cause = message.cause
+            self._heard.notify_all()
+
+    def _own_end(self) -> str:
+        """The supervisor's, in words. Its ranks have ended with it."""
+        process = self._process
+        try:
+            code = process.wait(1.0) if process is not None else 0
+        except subprocess.TimeoutExpired:
+            return "its supervisor does not respond"
+        words = describe(-code if code < 0 else code << 8)
+        return f"it ended with its supervisor: {words}"
 
 
-def core_plan(cores: list[int], ranks: int) -> list[tuple[tuple[int, ...], int]]:
+class SupervisorLauncher:
+    """Starts the ranks of one node, which are numbered from 0; `hub.Launcher`."""
+
+    host: str | None = None
+
+    def __init__(self, world_size: int, device: str, *, supervisor: SupervisorProcess | None = None):
+        """`device` decides whether ranks can be forked. A `supervisor` that is given stays when this is closed; nobody
+        else may use it in the meantime."""
+        self._supervisor = supervisor or SupervisorProcess(zygote=device == "cpu")
+        self._owned = supervisor is None
+        self._plan = place_ranks(world_size)
+
+    def launch(self, starts: list[RankStart]) -> None:
+        self._supervisor.launch([self._placed(start) for start in starts])
+
+    def _placed(self, start: RankStart) -> RankStart:
+        cores, threads = self._plan[start.rank]
+        return msgspec.structs.replace(start, cores=cores, threads=threads, device_index=start.rank)
+
+    def kill(self, rank: int) -> None:
+        self._supervisor.kill(rank)
+
+    def cause(self, rank: int, wait: float = 0.0) -> str | None:
+        return self._supervisor.cause(rank, wait)
+
+    def close(self) -> None:
+        if self._owned:
+            self._supervisor.close()
+        else:
+            self._supervisor.clear()
+
+
+def place_ranks(ranks: int, topology: Path = Path("/sys/devices/system/cpu")) -> list[tuple[tuple[int, ...], int]]:
+    """Cores and threads of each rank on this machine, as `core_plan` shares them; logical cores that are one physical
+    core stay together. Where a control group's quota allows less than the cores there are, nothing is pinned: others
+    under such a quota would pin themselves to the same ones."""
+    allowed = usable_cores()
+
+    def place(core: int) -> tuple[int, int, int]:
+        folder = topology / f"cpu{core}/topology"
+        return _number(folder / "physical_package_id"), _number(folder / "core_id"), core
+
+    cores = sorted(os.sched_getaffinity(0), key=place)
+    if allowed < len(cores):
+        return [((), max(1, allowed // ranks))] * ranks
+    return core_plan(cores, ranks)
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def core_plan(cores: Sequence[int], ranks: int) -> list[tuple[tuple[int, ...], int]]:
     """For each rank the cores it is pinned to, and its number of threads. More ranks than cores are not pinned."""
     if ranks > len(cores):
         return [((), 1)] * ranks
     bounds = [len(cores) * r // ranks for r in range(ranks + 1)]
     shares = [tuple(cores[a:b]) for a, b in pairwise(bounds)]
     return [(share, len(share)) for share in shares]
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def multiprocess_executor(layout: Layout, *, device: str) -> HubExecutor:

@@ -1,6 +1,6 @@
 """The life of a rank's process: join, then epoch after epoch until told to stop.
 
-    join ── Begin: meet the others ── load (once) ── Allocate ── plans … ── aborted ── Begin …
+    join ── Begin: meet the others ── Load (once) ── Measure ── Allocate ── plans … ── aborted ── Begin …
 
 A second thread listens to the executor, so that an abort breaks any wait at once, whatever the first is doing. When
 the executor is gone, the process ends. What a rank computes is the worker's business; who starts ranks, the launchers'.
@@ -8,6 +8,8 @@ the executor is gone, the process ends. What a rank computes is the worker's bus
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import platform
 import queue
@@ -15,15 +17,17 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from phalanx.distributed.bootstrap import Address, Door, Meeting, close_groups, connect_groups, node_id
+from phalanx.distributed.address import node_id
+from phalanx.distributed.bootstrap import Door, Meeting, close_groups, connect_groups
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.ring import Ring
 from phalanx.distributed.transports.secure_stream import SecureStream
-from phalanx.errors import PhalanxError
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.executor.keys import derive
 from phalanx.executor.messages import (
     LIMIT,
     MESSAGE,
@@ -34,14 +38,23 @@ from phalanx.executor.messages import (
     Begin,
     FromRank,
     Join,
+    Left,
+    Load,
     Loaded,
+    Measure,
+    Measured,
+    Met,
+    Order,
     Progress,
+    RankStart,
     Ready,
     Stop,
+    ToRank,
     decode_to_rank,
     encode,
     failed,
 )
+from phalanx.logging import configure
 from phalanx.step import decode_plan
 from phalanx.step import encode as encode_step
 
@@ -49,22 +62,14 @@ if TYPE_CHECKING:
     from phalanx.distributed.collectives import Groups
     from phalanx.worker.worker import Worker
 
+log = logging.getLogger(__name__)
 
-class RankStart(msgspec.Struct, frozen=True):
-    """All that a new process needs to become a rank."""
+_END_S = 3.0
+"""Seconds that a computation may still take when the executor is gone; then the process ends in the middle of it."""
 
-    rank: int
-    hub: Address
-    """Where the executor listens; its `rank` is -1."""
-    key: bytes
-    host: str | None = None
-    """This node's address for ranks of other nodes; None when the world is on one node."""
-    cores: tuple[int, ...] = ()
-    """Processor cores to run on; empty leaves the choice to the system."""
-    threads: int = 1
-    encrypt: bool = False
-    timeout: float = 60.0
-    """Seconds to reach the executor."""
+_PROGRESS_S = 0.1
+
+O = TypeVar("O", Load, Measure, Allocate)  # noqa: E741
 
 
 def versions() -> dict[str, str]:
@@ -87,7 +92,7 @@ def run_rank(start: RankStart) -> None:
 
     if start.cores:
         os.sched_setaffinity(0, start.cores)
-    torch.set_num_threads(start.threads)
+    torch.set_num_threads(min(torch.get_num_threads(), start.threads))
     Rank(start).run()
 
 
@@ -98,46 +103,49 @@ class _Epoch:
         self.begin = begin
         self.abort = Abort()
         self.plan_fds, self.result_fds = plan_fds, result_fds
-        self.allocate: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self.plans: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def end(self, reason: str) -> None:
         self.abort.set(reason)
-        self.allocate.put(None)
+        self.orders.put(None)
         self.plans.put(None)
+
+    def order(self, kind: type[O]) -> O:
+        """The executor's next order, which is of this kind. Raises GroupBroken when the epoch has ended."""
+        order = self.orders.get()
+        if not isinstance(order, kind):
+            self.abort.check()
+            raise GroupBroken(f"The executor said {order} when {kind.__name__} was due.")
+        return order
 
 
 class Rank:
+    """One rank; `run` is its life. `end` ends the process when it must not wait for a computation."""
+
     def __init__(self, start: RankStart):
         self._start = start
-        self._door = Door(start.rank, start.host)
         self._never = Abort()
         self._stream = _reach(start, self._never)
+        self._door = Door(start.rank, start.host)
         self._epochs: queue.SimpleQueue[_Epoch | None] = queue.SimpleQueue()
         self._current: _Epoch | None = None
         self._worker: Worker | None = None
         self._send_lock = threading.Lock()
+        self._over = threading.Event()
+        self._reported = ("", 0.0)
 
     def run(self) -> None:
         self._send(Join(self._door.address, os.getpid(), platform.node(), versions()))
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
         while (epoch := self._epochs.get()) is not None:
-            try:
-                self._live(epoch)
-            except GroupBroken as broken:
-                if epoch.abort.reason is None:  # nobody told us: we are the ones who noticed
-                    self._send(failed(epoch.begin.epoch, broken))
-            except Exception as error:
-                if not isinstance(error, PhalanxError):
-                    import logging
-
-                    logging.getLogger(__name__).debug("rank %d failed", self._start.rank, exc_info=True)
-                self._send(failed(epoch.begin.epoch, error))
-            finally:
-                epoch.abort.close()
+            self._live(epoch)
+            epoch.abort.close()
+            self._send(Left(epoch.begin.epoch))
         if self._worker is not None:
             self._worker.close()
         self._door.close()
+        self._over.set()
 
     # -- what the executor says
 
@@ -157,8 +165,10 @@ class Rank:
             pass  # the executor is gone, or is none
         self._end_epoch("the executor is gone")
         self._epochs.put(None)
+        if not self._over.wait(_END_S):
+            os._exit(1)
 
-    def _hear(self, message: Begin | Allocate | AbortEpoch) -> None:
+    def _hear(self, message: ToRank) -> None:
         match message:
             case Begin():
                 self._end_epoch("a new epoch begins")
@@ -167,9 +177,9 @@ class Rank:
                 result_fds = self._stream.receive_descriptors(3, 10.0) if ring and message.reports else []
                 self._current = _Epoch(message, plan_fds, result_fds)
                 self._epochs.put(self._current)
-            case Allocate():
+            case Load() | Measure() | Allocate():
                 if self._current is not None:
-                    self._current.allocate.put(message.blocks)
+                    self._current.orders.put(message)
             case AbortEpoch():
                 self._end_epoch(message.reason)
 
@@ -188,34 +198,43 @@ class Rank:
     # -- one epoch
 
     def _live(self, epoch: _Epoch) -> None:
+        """Until it is aborted. What goes wrong here is told to the executor, before the other ranks can notice."""
         begin = epoch.begin
-        meeting = Meeting(begin.epoch, begin.key, begin.encrypt, exchange_timeout=begin.exchange_timeout)
-        groups = connect_groups(begin.mesh, self._door, begin.roster, meeting, epoch.abort, crowded=begin.crowded)
-        plans, results = self._channels(epoch)
-        try:
-            worker = self._prepare(epoch, groups)
-            while True:
-                data = plans.read() if plans is not None else epoch.plans.get()
-                if data is None:
-                    epoch.abort.check()
-                    return
-                result = worker.run(decode_plan(data))
-                if begin.reports and result is not None:
-                    self._report(encode_step(result), results)
-        finally:
-            close_groups(groups)
-            for ring in (plans, results):
-                if ring is not None:
-                    ring.close()
+        with contextlib.ExitStack() as held:
+            try:
+                groups, plans, results = self._connect(epoch, held)
+                worker = self._prepare(epoch, groups)
+                while True:
+                    data = plans.read() if plans is not None else epoch.plans.get()
+                    if data is None:
+                        epoch.abort.check()
+                        return
+                    result = worker.run(decode_plan(data))
+                    if begin.reports and result is not None:
+                        self._report(encode_step(result), results)
+            except GroupBroken as broken:
+                if epoch.abort.reason is None:  # nobody told us: we are the ones who noticed
+                    self._send(failed(begin.epoch, broken, secondary=True))
+            except Exception as error:
+                if not isinstance(error, PhalanxError):
+                    log.debug("rank %d failed", self._start.rank, exc_info=True)
+                self._send(failed(begin.epoch, error))
 
-    def _channels(self, epoch: _Epoch) -> tuple[Ring | None, Ring | None]:
+    def _connect(self, epoch: _Epoch, held: contextlib.ExitStack) -> tuple[Groups, Ring | None, Ring | None]:
+        """This rank's groups, the ring that plans come by and the one that results go by, where there are such."""
         begin, plans, results = epoch.begin, None, None
         if epoch.plan_fds:
             member = begin.ring_member
             plans = Ring.attach(epoch.plan_fds, member, epoch.abort, limit=LIMIT, crowded=begin.crowded)
+            held.callback(plans.close)
         if epoch.result_fds:
             results = Ring.attach(epoch.result_fds, 0, epoch.abort, limit=LIMIT, crowded=begin.crowded)
-        return plans, results
+            held.callback(results.close)
+        key = derive(self._start.key, "epoch", begin.key)  # what travels is of no use without ours
+        meeting = Meeting(begin.epoch, key, begin.encrypt, exchange_timeout=begin.exchange_timeout)
+        groups = connect_groups(begin.mesh, self._door, begin.roster, meeting, epoch.abort, crowded=begin.crowded)
+        held.callback(close_groups, groups)
+        return groups, plans, results
 
     def _report(self, result: bytes, ring: Ring | None) -> None:
         if ring is not None:
@@ -228,8 +247,11 @@ class Rank:
         """Weights are loaded in a rank's first epoch and stay; the rest is new."""
         from phalanx.worker.worker import open_worker
 
-        begin = epoch.begin
-        if self._worker is None:
+        begin, loaded = epoch.begin, self._worker
+        if loaded is None:
+            server = begin.config.server
+            configure(server.log_level, server.log_format, tag=f"rank {self._start.rank}")
+            self._choose_device(begin.config.model.device)
             worker = open_worker(
                 begin.config,
                 mesh=begin.mesh,
@@ -237,28 +259,43 @@ class Rank:
                 groups=groups,
                 tensor_weights=begin.tensor_weights,
                 stage_layers=begin.stage_layers,
-                node_ranks=begin.node_ranks,
+                node_ranks=begin.loading_ranks,
             )
+            worker.check_memory()
+        else:
+            worker = loaded
+            worker.rejoin(groups)
+        self._send(Met(begin.epoch))
+        epoch.order(Load)
+        if loaded is None:
             worker.load(self._progress)
             self._worker = worker
-        else:
-            self._worker.rejoin(groups)
-        size = self._worker.cache_size()
-        self._send(Loaded(begin.epoch, size.blocks, size.reason))
-        blocks = epoch.allocate.get()
-        if blocks is None:
-            epoch.abort.check()
-            raise GroupBroken("The epoch ended before it began.")
-        layout = self._worker.allocate(self._progress, blocks=blocks, epoch=begin.epoch)
-        self._send(Ready(begin.epoch, layout.bytes_per_block, layout.vocab_size, self._worker.status()))
-        return self._worker
+        self._send(Loaded(begin.epoch))
+        epoch.order(Measure)
+        size = worker.cache_size()
+        self._send(Measured(begin.epoch, size.blocks, size.reason))
+        blocks = epoch.order(Allocate).blocks
+        layout = worker.allocate(self._progress, blocks=blocks, epoch=begin.epoch)
+        self._send(Ready(begin.epoch, layout, worker.status()))
+        return worker
 
-    _reported = 0.0
+    def _choose_device(self, device: str) -> None:
+        if device != "cuda":
+            return
+        import torch
+
+        count = torch.cuda.device_count()
+        if self._start.device_index >= count:
+            raise ConfigError(
+                f"It is to use GPU {self._start.device_index} of its node, which has {count}.",
+                fix="Use fewer ranks on this node, or --device cpu.",
+            )
+        torch.cuda.set_device(self._start.device_index)
 
     def _progress(self, phase: str, share: float) -> None:
-        now = time.monotonic()
-        if share in (0.0, 1.0) or now - self._reported > 0.1:
-            self._reported = now
+        now, (last, at) = time.monotonic(), self._reported
+        if share in (0.0, 1.0) or phase != last or now - at > _PROGRESS_S:
+            self._reported = (phase, now)
             self._send(Progress(phase, share))
 
 
@@ -271,7 +308,6 @@ def _reach(start: RankStart, abort: Abort) -> SecureStream:
             sock.connect(f"\0{hub.unix}")
         else:
             sock = socket.create_connection((hub.host, hub.port), timeout=start.timeout)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 3000)
     except OSError as error:
         where = "on this node" if local else f"at {hub.host}:{hub.port}"
         raise GroupBroken(

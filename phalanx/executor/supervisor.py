@@ -1,9 +1,9 @@
 """The process that starts a node's ranks: it has imported what they need, started no thread, and forks them.
 
-Run as `python -m phalanx.executor.supervisor --fd N` by the multiprocess launcher, with which it speaks over an
-inherited socket, or with `--join` on another node (`phalanx serve --headless`). A fork costs milliseconds where
-importing torch costs seconds and 200 MB. Ranks on devices that forbid forking are spawned instead. The supervisor
-ends with its executor, and its ranks with it (parent-death signal), so nothing is left behind.
+Run as `python -m phalanx.executor.supervisor --fd N --parent PID` by `multiprocess.start_supervisor`, and spoken to
+over an inherited socket. A fork costs milliseconds where importing torch costs seconds and 200 MB. Ranks on
+devices whose drivers do not survive a fork are spawned instead. The supervisor ends with the process that started it,
+and its ranks with it (parent-death signal), so nothing is left behind.
 
 Forks happen on the main thread only: the parent-death signal is tied to the thread that forked.
 """
@@ -11,8 +11,9 @@ Forks happen on the main thread only: the parent-death signal is tied to the thr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
-import json
+import gc
 import os
 import select
 import signal
@@ -20,11 +21,14 @@ import socket
 import struct
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import msgspec
 
-from phalanx.executor.rank import RankStart
+from phalanx import env
+from phalanx.executor.death import MemoryKills, describe
+from phalanx.executor.messages import RankStart
 
 _PR_SET_PDEATHSIG = 1
 
@@ -46,6 +50,7 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     rank: int
     pid: int
+    """0 when it could not even be started."""
     cause: str
 
 
@@ -58,7 +63,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def send(sock: socket.socket, message: ToSupervisor | FromSupervisor) -> None:
-    """One frame over a blocking socket."""
+    """One frame over a blocking socket. Raises OSError when the other side is gone."""
     data = msgspec.msgpack.encode(message)
     sock.sendall(_LENGTH.pack(len(data)) + data)
 
@@ -85,36 +90,39 @@ def decode_from_supervisor(data: bytes) -> FromSupervisor:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends; for the case that it already has, look once."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Ask the kernel to kill this process when the thread that started it ends; for the case that its process already
+    has, look once."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 class Supervisor:
-    def __init__(self, sock: socket.socket):
+    """Obeys who holds the other end of `sock`, until that is closed or process `parent` has ended."""
+
+    def __init__(self, sock: socket.socket, parent: int):
         self._sock = sock
+        self._parent = os.pidfd_open(parent)
         self._ranks: dict[int, tuple[int, int]] = {}
         """pidfd -> (rank, pid)."""
-        self._oom_kills = _oom_kills()
+        self._memory_kills = MemoryKills()
 
     def run(self) -> None:
-        """Until the executor is gone; then every rank is killed and reaped."""
+        """At its end every rank is killed and reaped."""
         try:
             while True:
                 poll = select.poll()
-                poll.register(self._sock, select.POLLIN)
-                for pidfd in self._ranks:
-                    poll.register(pidfd, select.POLLIN)
+                for fd in (self._sock.fileno(), self._parent, *self._ranks):
+                    poll.register(fd, select.POLLIN)
                 for fd, _ in poll.poll():
-                    if fd == self._sock.fileno():
-                        data = receive(self._sock)
-                        if data is None:
-                            return
-                        self._obey(_to.decode(data))
-                    elif fd in self._ranks:
+                    if fd == self._parent:
+                        return
+                    if fd in self._ranks:
                         self._reap(fd)
+                    elif (data := receive(self._sock)) is not None:
+                        self._obey(_to.decode(data))
+                    else:
+                        return
         except (OSError, msgspec.DecodeError):
             return
         finally:
@@ -124,13 +132,20 @@ class Supervisor:
         match message:
             case Launch(starts=starts, fork=fork):
                 for start in starts:
-                    pid = self._fork(start) if fork else _spawn(start)
-                    self._ranks[os.pidfd_open(pid)] = (start.rank, pid)
-                    send(self._sock, Started(start.rank, pid))
+                    self._launch(start, fork)
             case Kill(rank=rank):
                 for other, pid in self._ranks.values():
                     if other == rank:
                         os.kill(pid, signal.SIGKILL)
+
+    def _launch(self, start: RankStart, fork: bool) -> None:
+        try:
+            pid = self._fork(start) if fork else _spawn(start)
+        except OSError as error:
+            send(self._sock, Ended(start.rank, 0, f"it could not be started ({error.strerror or error})"))
+            return
+        self._ranks[os.pidfd_open(pid)] = (start.rank, pid)
+        send(self._sock, Started(start.rank, pid))
 
     def _fork(self, start: RankStart) -> int:
         parent = os.getpid()
@@ -143,30 +158,27 @@ class Supervisor:
         try:
             die_with_parent(parent)
             self._sock.close()
-            for pidfd in self._ranks:
-                os.close(pidfd)
+            for fd in (self._parent, *self._ranks):
+                os.close(fd)
             code = live(start)
         finally:
+            sys.stderr.flush()
             os._exit(code)
 
     def _reap(self, pidfd: int) -> None:
         rank, pid = self._ranks.pop(pidfd)
         os.close(pidfd)
+        blame = self._memory_kills.blame(pid)
         _, status = os.waitpid(pid, 0)
-        before, self._oom_kills = self._oom_kills, _oom_kills()
-        send(self._sock, Ended(rank, pid, describe(status, out_of_memory=self._oom_kills > before)))
+        send(self._sock, Ended(rank, pid, describe(status, blame)))
 
     def _kill_all(self) -> None:
         for _, pid in self._ranks.values():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         for _, pid in self._ranks.values():
-            try:
+            with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-            except ChildProcessError:
-                continue
 
 
 def live(start: RankStart) -> int:
@@ -176,62 +188,62 @@ def live(start: RankStart) -> int:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with contextlib.suppress(OSError):  # for `ps` and `top`
+        Path("/proc/self/comm").write_text(f"phalanx-rank-{start.rank}"[:15])
     try:
         run_rank(start)
     except GroupBroken as error:
         print(f"phalanx rank {start.rank}: {error}", file=sys.stderr, flush=True)
+        return 1
+    except Exception:
+        traceback.print_exc()
         return 1
     return 0
 
 
 def _spawn(start: RankStart) -> int:
     """A fresh process, for devices whose drivers do not survive a fork."""
-    command = [sys.executable, "-m", "phalanx.executor.supervisor", "--rank"]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE)
+    command = [sys.executable, "-P", "-m", "phalanx.executor.supervisor", "--rank", "--parent", str(os.getpid())]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
     if child.stdin is not None:
-        child.stdin.write(msgspec.json.encode(start) + b"\n")
-        child.stdin.close()
+        with contextlib.suppress(BrokenPipeError), child.stdin:
+            child.stdin.write(msgspec.json.encode(start))
+    child.returncode = 0  # it is reaped by its pid
     return child.pid
 
 
-def describe(status: int, *, out_of_memory: bool) -> str:
-    """A wait status in words."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        name = signal.Signals(number).name if number in signal.valid_signals() else str(number)
-        if name == "SIGKILL" and out_of_memory:
-            return "killed by SIGKILL: out of memory, the kernel ended it at a memory limit"
-        return f"killed by {name}"
-    return f"exited with status {os.waitstatus_to_exitcode(status)}"
-
-
-def _oom_kills() -> int:
-    """Processes that the kernel has ended for want of memory, machine-wide since its boot."""
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Starts the ranks of a Phalanx engine; not for use by hand.")
+    parser.add_argument("--fd", type=int, help="the inherited socket")
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--thread-stays", action="store_true", help="the starting thread lives as long as its process")
+    parser.add_argument("--zygote", action="store_true", help="ranks will be forked")
+    parser.add_argument("--rank", action="store_true", help="be a rank, as told on standard input")
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if arguments.rank or arguments.thread_stays:
+        die_with_parent(arguments.parent)
+    if arguments.rank:
+        return live(msgspec.json.decode(sys.stdin.buffer.read(), type=RankStart))
+    os.set_inheritable(arguments.fd, False)
+    if arguments.zygote:
+        _import_worker()
     try:
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            name, _, count = line.partition(" ")
-            if name == "oom_kill":
-                return int(count)
-    except (OSError, ValueError):
-        pass
+        Supervisor(socket.socket(fileno=arguments.fd), arguments.parent).run()
+    except ProcessLookupError:  # the parent has ended already
+        return 1
     return 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--fd", type=int)
-    parser.add_argument("--parent", type=int)
-    parser.add_argument("--rank", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.rank:
-        return live(msgspec.convert(json.loads(sys.stdin.readline()), RankStart, strict=False))
-    die_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What every rank will need, imported once: forked ranks share these pages. None of it starts a thread.
+def _import_worker() -> None:
+    """What every rank will need, imported once: forked ranks share these pages. None of it may start a thread, but
+    NumPy's matrix library would, unless told otherwise while it is loaded; PyTorch's is to decide for itself."""
+    with env.changed(OPENBLAS_NUM_THREADS="1"):
+        import numpy  # noqa: F401
     import phalanx.worker.worker  # noqa: F401
 
-    Supervisor(socket.socket(fileno=arguments.fd)).run()
-    return 0
+    gc.collect()
+    gc.freeze()
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use that cannot be dropped) of every group that has a limit."""
-    for folder in _group_folders(root, "memory"):
+    for folder in group_folders(root, "memory"):
         for limit_name, used_name, cache_name in (
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -59,7 +59,7 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
     """Cores' worth of time of every group that has a quota."""
-    for folder in _group_folders(root, "cpu"):
+    for folder in group_folders(root, "cpu"):
         fields = _text(folder / "cpu.max").split()
         if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit() and int(fields[1]) > 0:
             yield int(fields[0]) / int(fields[1])
@@ -68,9 +68,9 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
             yield quota / period
 
 
-def _group_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's groups for `controller`, from its own up to the mount point."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+def group_folders(root: Path, controller: str, process: int | str = "self") -> Iterator[Path]:
+    """The folders of a process's groups for `controller`, from its own up to the mount point."""
+    for line in _text(root / f"proc/{process}/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if controllers and controller not in controllers.split(","):

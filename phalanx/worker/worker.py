@@ -85,24 +85,33 @@ class Worker:
         """Which attention backend runs, and why."""
         self._weights = 0
         self._activations = 0
+        self._checked = False
         self._decoder: Decoder | None = None
         self._pool: KVPool | None = None
         self._runner: ModelRunner | None = None
 
     # -- beginning
 
-    def load(self, progress: LoadProgress | None = None) -> None:
-        """Read the weights. Raises NotEnoughMemory before reading any when they cannot fit, CheckpointError."""
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
-        model = self.config.model
+    def check_memory(self) -> None:
+        """Raises NotEnoughMemory when weights, activations and a cache for one request cannot fit. Ranks that share a
+        host all do this before any of them loads, so that none counts what another has just taken."""
+        model, scheduler = self.config.model, self.config.scheduler
         self._weights = weight_bytes(self.spec, self.mesh, self.split, self.place, model.dtype)
-        scheduler = self.config.scheduler
         self._activations = activation_bytes(
             self.spec, model.dtype, tokens=scheduler.max_num_batched_tokens, rows=scheduler.max_num_seqs
         )
         check_before_loading(
             self._needs(), self._memory(), self.config.cache, device=self.device.type, dtype=model.dtype
         )
+        self._checked = True
+
+    def load(self, progress: LoadProgress | None = None) -> None:
+        """Read the weights. Raises NotEnoughMemory before reading any when they cannot fit (unless `check_memory` was
+        called before), CheckpointError."""
+        if not self._checked:
+            self.check_memory()
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+        model = self.config.model
         attention = attention_registry.choose(self.device.type)
         self.attention_reason = f"{attention.backend.name}: {attention.reason}"
         self._decoder = load_decoder(
@@ -237,6 +246,7 @@ class Worker:
             block_size=pool.block_size,
             blocks=pool.blocks,
             vocab_size=self.spec.vocab_size,
+            own_tokens=decoder.own_tokens,
         )
         link = None
         if self.mesh.pp > 1:
