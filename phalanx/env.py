@@ -90,6 +90,13 @@ def at_start(name: str) -> str | None:
     return next((e[len(name) + 1 :].decode() for e in entries if e.startswith(name.encode() + b"=")), None)
 
 
+def adopt(variables: dict[str, str]) -> None:
+    """Take over variables of the process that this one works for, and drop the OMP_NUM_THREADS that Ray has set."""
+    if at_start("OMP_NUM_THREADS") is None:
+        os.environ.pop("OMP_NUM_THREADS", None)
+    os.environ.update(variables)
+
+
 @contextlib.contextmanager
 def changed(**values: str) -> Iterator[None]:
     """Sets variables of this process for a while: for a library that reads them when it is loaded."""

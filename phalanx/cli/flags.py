@@ -33,8 +33,9 @@ SECTIONS = {
 }
 """Sections of the configuration, in the order of the help, with the titles of their groups."""
 
-_OTHER_VARIABLES = ("cache", "debug", "config")
-"""`PHALANX_…` variables that are not options: the cache folder, tracebacks, and the file that `--config` names."""
+_OTHER_VARIABLES = ("cache", "debug", "config", "host_ip")
+"""`PHALANX_…` variables that are not options: the cache folder, tracebacks, the file that `--config` names, and this
+machine's address for other nodes."""
 
 _MAX_FILE_BYTES = 2**20
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from phalanx.cli.flags import Parser, settings
+from phalanx.errors import ConfigError
 
 _DESCRIPTION = """\
 Serve a model over the OpenAI API. MODEL is a folder with safetensors, a .gguf file or a Hugging Face id; without one
@@ -13,6 +14,16 @@ line of a --config file; a flag wins over a variable, a variable over the file."
 def run(argv: list[str]) -> int:
     parser = Parser("serve", _DESCRIPTION, positional=True)
     chosen = settings(parser, argv)
+    parallel = chosen.config.parallel
+    if parallel.headless:
+        from phalanx.cli.headless import run_node
+
+        return run_node(chosen.config)
+    if parallel.node_rank > 0:
+        raise ConfigError(
+            f"Node {parallel.node_rank} cannot serve: node 0 does.",
+            fix="Add --headless, so that this machine runs ranks for it.",
+        )
     from phalanx.server.run import serve
 
     return serve(chosen.config)

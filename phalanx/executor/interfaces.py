@@ -1,0 +1,109 @@
+"""Which of its addresses a node uses towards the others: the one the kernel's routes lead out from, or what it is told.
+
+Host names are not asked who "this machine" is: they resolve to 127.0.1.1 on many systems, and a machine has interfaces
+(container bridges, unplugged ports) that no peer can reach. `PHALANX_HOST_IP` overrules the choice. Sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+
+from phalanx.errors import ConfigError
+
+_SOMEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
+"""Addresses that belong to nobody (RFC 5737, RFC 3849): the way to them is the default route."""
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to `host`, a name or an address. Raises OSError when there is no way."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # for a datagram socket this only asks for the route
+        return str(probe.getsockname()[0])
+
+
+def address_of_node_0(master_addr: str, override: str | None) -> str:
+    """The address that node 0 listens on: `override`, or what `--master-addr` means on this machine.
+
+    Raises ConfigError when that leaves no address that other nodes could use.
+    """
+    if override:
+        return checked(override, "PHALANX_HOST_IP")
+    try:
+        return str(ipaddress.ip_address(master_addr))
+    except ValueError:
+        pass
+    try:
+        found = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        raise ConfigError(
+            f"--master-addr {master_addr} is unknown on this node.", fix="Give node 0's address as a number."
+        ) from None
+    addresses = [str(entry[4][0]) for entry in found]
+    if master_addr == "localhost":
+        return addresses[0]
+    usable = [address for address in addresses if not is_loopback(address)]
+    if usable:
+        return usable[0]
+    for somewhere, family in _SOMEWHERE:
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))
+            return str(probe.getsockname()[0])
+    raise ConfigError(
+        f"--master-addr {master_addr} means {', '.join(sorted(set(addresses)))} on this node, which no other node can "
+        "reach, and there is no default route to choose an address by.",
+        fix="Give node 0's address as a number, or set PHALANX_HOST_IP here to the address that the others reach.",
+    )
+
+
+def checked(address: str, origin: str) -> str:
+    """`address` in its normal form. Raises ConfigError when it is none, or does not belong to this machine."""
+    try:
+        plain = ipaddress.ip_address(address.strip())
+    except ValueError:
+        raise ConfigError(
+            f"{origin} is '{address}', which is not an IP address.", fix="Write it as a number."
+        ) from None
+    if plain.is_unspecified:
+        raise ConfigError(
+            f"{origin} is {plain}, which would open this node to every network.",
+            fix="Name the one address that the other nodes reach this node by.",
+        )
+    listener = listen(str(plain), 0, origin)
+    listener.close()
+    return str(plain)
+
+
+def listen(host: str, port: int, origin: str) -> socket.socket:
+    """A listening socket on exactly this address; `origin` is the setting that named it. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=64)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"Port {port} on {host} is in use by another program.",
+                fix="Choose another --master-port, the same on every node.",
+            ) from None
+        if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            raise ConfigError(
+                f"{origin} is {host}, which is not an address of this node.",
+                fix="--master-addr names node 0. Where node 0 is behind address translation, set PHALANX_HOST_IP on it "
+                "to its own address.",
+            ) from None
+        raise ConfigError(f"Cannot listen on {host}, port {port}: {error.strerror or error}.") from None
+
+
+def is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def shown(host: str, port: int) -> str:
+    """`10.0.0.1:29500`, `[fd00::1]:29500`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

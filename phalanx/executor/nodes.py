@@ -1,0 +1,523 @@
+"""Ranks on several nodes, without Ray: node 0 gathers the others, which run `phalanx serve … --headless`.
+
+    launch ── wait until all have joined ── compare models and versions ── try every pair of nodes ── start ranks
+
+Every node's own supervisor starts its ranks; node 0's launcher tells it which. From then on each side sends a beat
+every half a second, so that a lost node is noticed: at once when its processes die, after about three seconds when its
+network falls silent, after ten when it hangs. Callers without the key, of a wrong number or too many are turned away
+and counted. Listens on the one address that `phalanx.executor.interfaces` chooses. Does not bring lost nodes back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import platform
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from phalanx import env
+from phalanx.config import EngineConfig
+from phalanx.distributed.transports.abort import Abort, GroupBroken
+from phalanx.distributed.transports.secure_stream import SecureStream, Unauthenticated
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.executor.base import WorkerDied
+from phalanx.executor.dealing import crossing, deal
+from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.interfaces import address_of_node_0, listen, shown
+from phalanx.executor.keys import derive, root_secret
+from phalanx.executor.messages import RankStart
+from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
+from phalanx.executor.node_messages import (
+    BEAT_S,
+    FRAME,
+    LIMIT,
+    PATIENCE_S,
+    SILENCE_MS,
+    Beat,
+    EndRank,
+    FromNode,
+    Leaving,
+    NodeHello,
+    Prepared,
+    Probe,
+    Probed,
+    RankEnded,
+    Refused,
+    StartRanks,
+    Stop,
+    Survey,
+    Target,
+    ToNode,
+    Unreachable,
+    Welcome,
+    decode_from_node,
+    encode,
+)
+from phalanx.executor.probing import ProbeDoor, probe_all
+from phalanx.executor.survey import difference, survey, version_difference, versions
+
+log = logging.getLogger(__name__)
+
+JOIN_LIMIT_S = 600.0
+REPORT_S = 10.0
+_KNOCK_S = 5.0
+_CALLERS = 32
+"""Callers that may be proving themselves at the same time."""
+_PROBE_S = 15.0
+_SAY_S = 5.0
+_VERDICT_S = 3.5
+"""A node that has missed a beat is heard of again, or known to be lost, within this time."""
+
+
+@dataclass
+class _Process:
+    life: int
+    cause: str | None = None
+
+
+@dataclass
+class _Node:
+    """One of the other nodes, as node 0 knows it."""
+
+    hello: NodeHello
+    stream: SecureStream
+    heard: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    prepared: Prepared | None = None
+    probed: Probed | None = None
+    lost: str | None = None
+    processes: dict[int, _Process] = field(default_factory=dict)
+    reader: threading.Thread | None = None
+
+    @property
+    def shown(self) -> str:
+        return f"node {self.hello.node} ({self.hello.name}, {self.hello.address})"
+
+    @property
+    def short(self) -> str:
+        return f"node {self.hello.node} ({self.hello.name})"
+
+    def say(self, message: ToNode) -> None:
+        """A node that is gone is noticed by who listens to it; nothing is raised here."""
+        with contextlib.suppress(GroupBroken), self.lock:
+            self.stream.send(FRAME, encode(message), _SAY_S)
+
+
+class NodesLauncher:
+    """The launcher of node 0. `launch` waits for the other nodes when it is first called."""
+
+    def __init__(self, config: EngineConfig, layout: Layout, *, limit: float = JOIN_LIMIT_S, report: float = REPORT_S):
+        """Raises ConfigError for an address or a port that cannot be used."""
+        parallel = config.parallel
+        self.host: str | None = address_of_node_0(parallel.master_addr or "", env.host_ip())
+        self.refused = 0
+        """Callers turned away."""
+        self._config, self._layout, self._limit, self._report = config, layout, limit, report
+        self._nnodes, self._encrypt = parallel.nnodes, parallel.encrypt_transport
+        self._session = secrets.token_bytes(32)
+        secret = root_secret(parallel.transport_key, parallel.master_port)
+        self._join_key = derive(secret, "join")
+        self._session_key = derive(secret, "session", self._session)
+        self._listener = listen(
+            self.host, parallel.master_port, "PHALANX_HOST_IP" if env.host_ip() else "--master-addr"
+        )
+        self._at = shown(self.host, parallel.master_port)
+        self._name, self._versions = platform.node(), versions()
+        self._never = Abort()
+        self._changed = threading.Condition()
+        self._nodes: dict[int, _Node] = {}
+        self._callers = threading.BoundedSemaphore(_CALLERS)
+        self._counts: tuple[int, ...] = ()
+        self._supervisor = SupervisorProcess(zygote=config.model.device == "cpu")
+        self._local: SupervisorLauncher | None = None
+        self._lives = itertools.count()
+        self._closed = False
+        if not parallel.transport_key:
+            log.warning(
+                "No transport key: ANYBODY who can reach %s can join as a node, and read and change what is computed. "
+                "Set PHALANX_TRANSPORT_KEY to the same secret on every node.",
+                self._at,
+            )
+        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+        threading.Thread(target=self._beat, name="beats", daemon=True).start()
+
+    @property
+    def hub_key(self) -> bytes:
+        """What ranks prove to the executor; every node can work it out, so that it is never sent."""
+        return derive(self._session_key, "hub")
+
+    # -- the launcher's methods
+
+    def launch(self, starts: list[RankStart]) -> None:
+        """Raises ConfigError, and WorkerDied when a rank's node is gone."""
+        if not starts:
+            return
+        if not self._counts:
+            self._supervisor.start()  # it imports what ranks need while we wait
+            self._gather()
+        for start in starts:
+            node = self._node_of(start.rank)
+            if node is not None and node.lost is not None:
+                raise WorkerDied(start.rank, self._lost_with_ranks(node), node=node.hello.name)
+        here = [start for start in starts if self._node_of(start.rank) is None]
+        if self._local is not None:
+            self._local.launch([msgspec.structs.replace(start, host=self.host) for start in here])
+        for node in self._in_order():
+            there = [start for start in starts if self._node_of(start.rank) is node]
+            if not there:
+                continue
+            life = next(self._lives)
+            with self._changed:
+                node.processes |= {start.rank: _Process(life) for start in there}
+            placed = [msgspec.structs.replace(start, host=node.hello.address, key=b"") for start in there]
+            node.say(StartRanks(placed, life, self._config.model.device))
+
+    def kill(self, rank: int) -> None:
+        node = self._node_of(rank)
+        if node is None:
+            if self._local is not None:
+                self._local.kill(rank)
+            return
+        if self.cause(rank) is None and rank in node.processes:
+            node.say(EndRank(rank))
+            self.cause(rank, _SAY_S)
+
+    def cause(self, rank: int, wait: float = 0.0) -> str | None:
+        node = self._node_of(rank)
+        if node is None:
+            return self._local.cause(rank, wait) if self._local is not None else None
+        process = node.processes.get(rank)
+        if process is None:
+            return None
+        if wait and time.monotonic() - node.heard > 2 * BEAT_S:
+            wait = max(wait, _VERDICT_S)  # the node itself may be gone
+        with self._changed:
+            self._changed.wait_for(lambda: process.cause is not None or node.lost is not None, wait)
+        return process.cause or (self._lost_with_ranks(node) if node.lost is not None else None)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        with self._changed:
+            nodes = list(self._nodes.values())
+        for node in nodes:
+            node.say(Stop())
+            with contextlib.suppress(OSError):
+                node.stream.sock.shutdown(socket.SHUT_WR)
+        self._supervisor.close()
+        deadline = time.monotonic() + 2.0
+        for node in nodes:
+            if node.reader is not None:
+                node.reader.join(max(0.0, deadline - time.monotonic()))
+            node.stream.shut()
+
+    # -- before the ranks start
+
+    def _gather(self) -> None:
+        """Wait for all nodes and see that they fit. Raises ConfigError; the nodes have been told then."""
+        try:
+            self._await_nodes()
+            ours = survey(self._config)
+            self._await("find the model", lambda node: node.prepared is not None)
+            for node in self._in_order():
+                if error := self._unfit(node, ours):
+                    raise error
+            self._probe()
+        except PhalanxError as error:
+            for node in self._in_order():
+                node.say(Refused(error.message, error.fix))
+            raise
+        groups = self._layout.mesh.widths * (self._layout.mesh.dp * self._layout.mesh.cp)
+        capacity = [_cores(), *(node.hello.cores for node in self._in_order())]
+        counts = deal(groups, capacity)
+        for first, last in crossing(groups, counts):
+            log.warning(
+                "Ranks %d to %d share every layer across nodes: each token waits for the network twice a layer. "
+                "With a tensor group inside each node and --pipeline-parallel-size %d it would wait once a stage.",
+                first, last, self._nnodes,
+            )  # fmt: skip
+        self._local = SupervisorLauncher(counts[0], self._config.model.device, supervisor=self._supervisor)
+        self._counts = counts
+        first = 0
+        shares = []
+        for count, name in zip(counts, ("node 0", *(n.shown for n in self._in_order())), strict=True):
+            shares.append(f"{_ranks(first, count)} on {name}")
+            first += count
+        log.info("All %d nodes are here and reach each other: %s.", self._nnodes, ", ".join(shares))
+
+    def _await_nodes(self) -> None:
+        begin = said = time.monotonic()
+        while True:
+            with self._changed:
+                missing = [n for n in range(1, self._nnodes) if n not in self._nodes]
+                if not missing:
+                    return
+                self._changed.wait(0.25)
+            now = time.monotonic()
+            if now - begin > self._limit:
+                raise ConfigError(
+                    f"Waited {self._limit:g} s at {self._at} for {_numbers(missing)} of {self._nnodes}, in vain.",
+                    fix=f"On each, run the same command with --node-rank N --headless and --master-addr {self.host}; "
+                    f"check that its output does not say that it cannot reach {self._at}.",
+                )
+            if now - said >= self._report:
+                said = now
+                log.info(
+                    "Waiting at %s for %s of %d (%.0f s; gives up after %g s). Start it with --headless.",
+                    self._at, _numbers(missing), self._nnodes, now - begin, self._limit,
+                )  # fmt: skip
+
+    def _await(self, what: str, done: Callable[[_Node], bool], limit: float | None = None) -> None:
+        """Until `done(node)` for all nodes. Raises ConfigError when one leaves, or `limit` seconds are over."""
+        begin = said = time.monotonic()
+        while True:
+            with self._changed:
+                for node in self._in_order():
+                    if node.lost is not None:
+                        raise ConfigError(f"{_capital(node.shown)} left before the start: {node.lost}.")
+                waiting = [node for node in self._in_order() if not done(node)]
+                if not waiting:
+                    return
+                self._changed.wait(0.25)
+            now, names = time.monotonic(), ", ".join(node.shown for node in waiting)
+            if limit is not None and now - begin > limit:
+                raise ConfigError(f"Waited {limit:g} s for {names} to {what}, in vain.")
+            if now - said >= self._report:
+                said = now
+                log.info("Waiting for %s to %s (%.0f s).", names, what, now - begin)
+
+    def _unfit(self, node: _Node, ours: Survey) -> ConfigError | None:
+        prepared, here = node.prepared, f"node 0 ({self._name})"
+        if prepared is None:
+            return None
+        if prepared.lacks:
+            return ConfigError(
+                f"{_capital(node.short)} lacks {prepared.lacks}.",
+                fix=f"Put the model on {node.hello.name}, at the same path as on the other nodes.",
+            )
+        if prepared.survey is None:
+            return ConfigError(f"{_capital(node.short)} cannot use the model: {prepared.failure}", fix=prepared.fix)
+        return difference(ours, prepared.survey, here, node.short)
+
+    def _probe(self) -> None:
+        """Try to connect from every node to every other one. Raises ConfigError naming each pair that fails."""
+        nodes = self._in_order()
+        host = self.host or ""
+        door = ProbeDoor(0, host, self._session_key)
+        try:
+            targets = {
+                node.hello.node: Target(node.hello.node, node.hello.address, node.hello.probe_port) for node in nodes
+            }
+            targets[0] = Target(0, host, door.port)
+            for node in nodes:
+                node.say(Probe([target for target in targets.values() if target.node != node.hello.node]))
+            failures = {0: probe_all(0, [t for t in targets.values() if t.node != 0], self._session_key)}
+            self._await("reach the other nodes", lambda node: node.probed is not None, _PROBE_S)
+            failures |= {node.hello.node: node.probed.failures for node in nodes if node.probed is not None}
+        finally:
+            door.close()
+        if error := self._broken_pairs(failures, targets):
+            raise error
+
+    def _broken_pairs(self, failures: dict[int, list[Unreachable]], targets: dict[int, Target]) -> ConfigError | None:
+        names = {0: f"node 0 ({self._name})", **{n: node.short for n, node in self._nodes.items()}}
+        pairs = [
+            f"{names[one]} cannot reach {names[failed.node]} at "
+            f"{shown(targets[failed.node].host, targets[failed.node].port)}: {failed.reason}"
+            for one, failed_ones in failures.items()
+            for failed in failed_ones
+        ]
+        if not pairs:
+            return None
+        blamed = ", ".join(names[n] for n in sorted({f.node for failed_ones in failures.values() for f in failed_ones}))
+        return ConfigError(
+            f"{_capital('; '.join(pairs))}.",
+            fix=f"Open the ports between these nodes in the firewall, or set PHALANX_HOST_IP on {blamed} to an address "
+            "that the other nodes reach.",
+        )
+
+    # -- listening
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, peer = self._listener.accept()
+            except OSError:
+                return
+            if self._closed or not self._callers.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._hear, args=(sock, str(peer[0])), name="node", daemon=True).start()
+
+    def _hear(self, sock: socket.socket, peer: str) -> None:
+        """A caller's whole life: prove the key, join, and be listened to until it is gone."""
+        node = None
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
+        stream = SecureStream(sock, self._never, f"the caller from {peer}")
+        try:
+            try:
+                node = self._welcome(stream, peer)
+            finally:
+                self._callers.release()
+            while node is not None:
+                self._heard(node, decode_from_node(stream.receive(LIMIT)[1]))
+        except (GroupBroken, msgspec.DecodeError) as error:
+            if node is not None:
+                self._lose(node, str(error).rstrip("."))
+        finally:
+            stream.close()
+
+    def _welcome(self, stream: SecureStream, peer: str) -> _Node | None:
+        """None when the caller was turned away."""
+        try:
+            stream.handshake(self._join_key, client=False, encrypt=self._encrypt, timeout=_KNOCK_S)
+            hello = decode_from_node(stream.receive(LIMIT, _KNOCK_S)[1])
+        except (GroupBroken, msgspec.DecodeError) as error:
+            why = "it does not have the transport key" if isinstance(error, Unauthenticated) else str(error)
+            self._refuse(f"a caller from {peer}: {why}")
+            return None
+        if not isinstance(hello, NodeHello):
+            self._refuse(f"a caller from {peer}: it does not say which node it is")
+            return None
+        node = _Node(hello, stream, time.monotonic(), reader=threading.current_thread())
+        stream.peer = node.shown
+        with self._changed:
+            refusal = self._refusal(hello)
+            if refusal is None:
+                node.say(Welcome(self._session, self._name))
+                self._nodes[hello.node] = node
+                self._changed.notify_all()
+        if refusal is not None:
+            self._refuse(f"{node.shown}: {refusal.message}")
+            node.say(Refused(refusal.message, refusal.fix))
+            return None
+        log.info("Node %d of %d (%s, %s) has joined.", hello.node, self._nnodes, hello.name, hello.address)
+        return node
+
+    def _refusal(self, hello: NodeHello) -> ConfigError | None:
+        if hello.nnodes != self._nnodes:
+            return ConfigError(
+                f"Node 0 was started with --nnodes {self._nnodes}, node {hello.node} ({hello.name}) with --nnodes "
+                f"{hello.nnodes}.",
+                fix="Give every node the same --nnodes.",
+            )
+        if not 1 <= hello.node < self._nnodes:
+            return ConfigError(
+                f"There is no node {hello.node}: node 0 was started with --nnodes {self._nnodes}.",
+                fix=f"Number the other nodes from 1 to {self._nnodes - 1}.",
+            )
+        other = self._nodes.get(hello.node)
+        if other is not None and other.lost is not None:
+            return ConfigError(
+                f"Node {hello.node} was lost after it had joined, and this version does not take it back.",
+                fix="Start node 0 again.",
+            )
+        if other is not None:
+            return ConfigError(
+                f"There is a node {hello.node} already: {other.hello.name}, {other.hello.address}.",
+                fix="Give each node a --node-rank of its own.",
+            )
+        name = f"node {hello.node} ({hello.name})"
+        return version_difference(self._versions, hello.versions, f"node 0 ({self._name})", name)
+
+    def _refuse(self, what: str) -> None:
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:  # 1, 2, 4, 8, …: nobody fills the log by knocking
+            log.warning("Turned away %s. (%d turned away so far.)", what, self.refused)
+
+    def _heard(self, node: _Node, message: FromNode) -> None:
+        with self._changed:
+            node.heard = time.monotonic()
+            match message:
+                case Prepared():
+                    node.prepared = message
+                case Probed():
+                    node.probed = message
+                case RankEnded(rank=rank, life=life, cause=cause):
+                    process = node.processes.get(rank)
+                    if process is not None and process.life == life:
+                        process.cause = cause
+                case Leaving(reason=reason):
+                    node.lost = node.lost or reason
+                case Beat() | _:
+                    pass
+            self._changed.notify_all()
+
+    def _lose(self, node: _Node, why: str) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            node.lost = node.lost or why
+            self._changed.notify_all()
+        log.error(
+            "Lost %s: %s.%s", node.shown, node.lost, f" Its ranks: {self._ranks_of(node)}." if self._counts else ""
+        )
+
+    def _beat(self) -> None:
+        while not self._closed:
+            time.sleep(BEAT_S)
+            for node in self._in_order():
+                if node.lost is not None:
+                    continue
+                if time.monotonic() - node.heard > PATIENCE_S:
+                    with self._changed:
+                        node.lost = f"it has said nothing for {PATIENCE_S:g} s, though its network answers: it hangs"
+                    node.stream.shut()
+                elif not self._closed:
+                    node.say(Beat())
+
+    # -- small things
+
+    def _in_order(self) -> list[_Node]:
+        return [node for _, node in sorted(self._nodes.items())]
+
+    def _node_of(self, rank: int) -> _Node | None:
+        """None for node 0."""
+        for index, count in enumerate(self._counts):
+            if rank < count:
+                return self._nodes[index] if index else None
+            rank -= count
+        return None
+
+    def _ranks_of(self, node: _Node) -> str:
+        index = node.hello.node
+        return _ranks(sum(self._counts[:index]), self._counts[index])
+
+    def _lost_with_ranks(self, node: _Node) -> str:
+        return f"{node.shown} was lost, with {self._ranks_of(node)}: {node.lost}"
+
+
+def nodes_executor(config: EngineConfig, layout: Layout) -> HubExecutor:
+    """For node 0 of several. Raises ConfigError for an address or a port that cannot be used."""
+    launcher = NodesLauncher(config, layout)
+    return HubExecutor(launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key)
+
+
+def _cores() -> int:
+    from phalanx.worker.limits import usable_cores
+
+    return usable_cores()
+
+
+def _ranks(first: int, count: int) -> str:
+    return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
+
+
+def _numbers(nodes: list[int]) -> str:
+    return f"node {nodes[0]}" if len(nodes) == 1 else "nodes " + ", ".join(map(str, nodes))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,89 @@
+"""Whether two nodes reach each other: each opens a door, and each knocks at all the others' before anything is loaded.
+
+The key of a door depends on the node behind it, so that an address which many machines have (a container bridge's, say)
+and which leads back to the caller is not taken for the node that was meant.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Sequence
+
+from phalanx.distributed.transports.abort import Abort, GroupBroken
+from phalanx.distributed.transports.secure_stream import SecureStream, Unauthenticated
+from phalanx.executor.interfaces import listen
+from phalanx.executor.keys import derive
+from phalanx.executor.node_messages import Target, Unreachable
+
+CONNECT_S = 5.0
+
+
+class ProbeDoor:
+    """Open from now until `close`. Its key may come later; callers wait for it."""
+
+    def __init__(self, node: int, host: str, session_key: bytes | None = None):
+        """Raises ConfigError when `host` is not an address of this node."""
+        self._node, self._key, self._never = node, session_key, Abort()
+        self._listener = listen(host, 0, "PHALANX_HOST_IP")
+        self.port = int(self._listener.getsockname()[1])
+        if session_key is not None:
+            self.open(session_key)
+
+    def open(self, session_key: bytes) -> None:
+        self._key = session_key
+        threading.Thread(target=self._answer, name="probe door", daemon=True).start()
+
+    def _answer(self) -> None:
+        key = derive(self._key or b"", "probe", str(self._node))
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(sock, key), name="probe", daemon=True).start()
+
+    def _greet(self, sock: socket.socket, key: bytes) -> None:
+        stream = SecureStream(sock, self._never, "a caller")
+        with contextlib.suppress(GroupBroken):
+            stream.handshake(key, client=False, encrypt=False, timeout=CONNECT_S)
+        stream.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+        self._listener.close()
+
+
+def probe_all(node: int, targets: Sequence[Target], session_key: bytes) -> list[Unreachable]:
+    """Knock at all targets at the same time; those that did not answer, and why. Takes a few seconds at most."""
+    failures: list[Unreachable] = []
+    threads = [threading.Thread(target=_probe, args=(t, session_key, failures), daemon=True) for t in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * CONNECT_S)
+    return sorted(failures, key=lambda failure: failure.node)
+
+
+def _probe(target: Target, session_key: bytes, failures: list[Unreachable]) -> None:
+    begin, never = time.monotonic(), Abort()
+    try:
+        sock = socket.create_connection((target.host, target.port), timeout=CONNECT_S)
+    except TimeoutError:
+        failures.append(Unreachable(target.node, f"no answer within {CONNECT_S:g} s"))
+        return
+    except OSError as error:
+        failures.append(Unreachable(target.node, error.strerror or str(error)))
+        return
+    stream = SecureStream(sock, never, "the node")
+    try:
+        left = max(0.5, CONNECT_S - (time.monotonic() - begin))
+        stream.handshake(derive(session_key, "probe", str(target.node)), client=True, encrypt=False, timeout=left)
+    except (Unauthenticated, GroupBroken):
+        failures.append(Unreachable(target.node, "something else answers there"))
+    finally:
+        stream.close()
+        never.close()

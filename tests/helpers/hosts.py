@@ -1,0 +1,241 @@
+"""Several "hosts" on one machine: network namespaces joined by a switch, each with its own name and `/dev/shm`.
+
+    with test_bed(2) as (a, b):
+        server = a.start(["phalanx", "serve", …])
+        with a.network():           # sockets made on this thread now belong to host a
+            httpx.get("http://10.77.0.10:8000/health")
+        b.cut()                     # b's network falls silent: no end of stream, no refusal
+
+Hosts share the machine's files, processes and cores, unless a process is started with `hide` (files it shall not see),
+`memory` (a control group) or `cores`. There is no way out of the bed. Needs root, iproute2 and util-linux; `missing()`
+says what is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+CLONE_NEWNET = 0x40000000
+MEMORY_V1 = Path("/sys/fs/cgroup/memory")
+NAMESPACES = Path("/run/netns")
+PREFIX = "phxbed"
+
+_count = itertools.count()
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@cache
+def missing() -> str:
+    """Why there can be no test bed here; empty when there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    for program in ("ip", "nsenter", "unshare"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed (apt-get install iproute2 util-linux)"
+    try:
+        with test_bed(1) as (host,):
+            host.start(["true"]).wait(10)
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        return f"network namespaces cannot be made here: {detail}"
+    return ""
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def _mac(index: int) -> str:
+    return f"02:00:0a:4d:00:{10 + index:02x}"
+
+
+@dataclass
+class Host:
+    name: str
+    index: int
+    namespace: str
+    switch: str
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    groups: list[Path] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"10.77.0.{10 + self.index}"
+
+    @property
+    def address6(self) -> str:
+        return f"fd77::{10 + self.index:x}"
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        hide: Sequence[Path] = (),
+        hosts_file: str = "",
+        shm_mb: int = 64,
+        memory_mb: int | None = None,
+        cores: Sequence[int] = (),
+        env: dict[str, str] | None = None,
+        **options: object,
+    ) -> subprocess.Popen[bytes]:
+        """Run a command here. The process returned is the command itself: its signals and exit code are its own.
+
+        `hosts_file` replaces /etc/hosts, `hide` makes folders empty; `memory_mb` limits it and its descendants.
+        """
+        script = f"echo {self.name} > /proc/sys/kernel/hostname; "
+        script += f"mount -t tmpfs -o size={shm_mb}m,mode=1777 tmpfs /dev/shm; "
+        for folder in hide:
+            script += f"mount -t tmpfs tmpfs {folder}; "
+        if hosts_file:
+            script += f"printf '{hosts_file}' > /dev/shm/hosts; mount --bind /dev/shm/hosts /etc/hosts; "
+        enter = ["nsenter", f"--net={NAMESPACES / self.namespace}", "unshare", "--mount", "--uts"]
+        wrapped = [*enter, "sh", "-ec", script + 'exec "$@"', "sh", *command]
+        if memory_mb is not None:
+            group = _memory_group(f"{self.namespace}-{next(_count)}", memory_mb)
+            self.groups.append(group)
+            wrapped = ["sh", "-ec", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *wrapped]
+        if cores:
+            wrapped = ["taskset", "-c", ",".join(map(str, cores)), *wrapped]
+        process = subprocess.Popen(wrapped, env={**os.environ, **(env or {})}, **options)  # type: ignore[call-overload]
+        self.processes.append(process)
+        return process
+
+    @contextlib.contextmanager
+    def network(self) -> Iterator[None]:
+        """Sockets that this thread makes inside belong to this host; so do threads started inside."""
+        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        here = os.open(NAMESPACES / self.namespace, os.O_RDONLY)
+        try:
+            _enter(here)
+            yield
+        finally:
+            _enter(before)
+            os.close(here)
+            os.close(before)
+
+    def pids(self) -> list[int]:
+        """Everything that runs here."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
+        return [int(pid) for pid in listed.stdout.split()]
+
+    def listening(self) -> list[tuple[str, int]]:
+        """(address, port) of every listening TCP socket."""
+        shown = subprocess.run(
+            ["ip", "netns", "exec", self.namespace, "ss", "-Hltn"], capture_output=True, text=True, check=True
+        )
+        found = [line.split()[3].rpartition(":") for line in shown.stdout.splitlines()]
+        return [(address.strip("[]"), int(port)) for address, _, port in found]
+
+    def add_dummy(self, name: str, address: str, *, up: bool = True) -> None:
+        """An interface that leads nowhere, such as a container bridge or a port without a cable."""
+        _ip("-n", self.namespace, "link", "add", name, "type", "dummy")
+        _ip("-n", self.namespace, "addr", "add", address, "dev", name)
+        if up:
+            _ip("-n", self.namespace, "link", "set", name, "up")
+
+    def cut(self) -> None:
+        """Silence: nothing that is sent arrives, and nobody is told."""
+        _ip("-n", self.switch, "link", "set", self.name, "nomaster")
+
+    def heal(self) -> None:
+        _ip("-n", self.switch, "link", "set", self.name, "master", "br0")
+
+    def signal_all(self, number: signal.Signals) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def kill(self) -> None:
+        """Everything at once; the kernel closes the connections."""
+        deadline = time.monotonic() + 10
+        while self.pids() and time.monotonic() < deadline:
+            self.signal_all(signal.SIGKILL)
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.kill()
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for group in self.groups:
+            with contextlib.suppress(OSError):
+                group.rmdir()
+        _ip("netns", "del", self.namespace)
+
+
+def _enter(namespace: int) -> None:
+    if _libc.setns(namespace, CLONE_NEWNET) != 0:
+        raise OSError(ctypes.get_errno(), "setns failed")
+
+
+def can_limit_memory() -> bool:
+    return os.access(MEMORY_V1 / "cgroup.procs", os.W_OK) or os.access("/sys/fs/cgroup/cgroup.subtree_control", os.W_OK)
+
+
+def _memory_group(name: str, megabytes: int) -> Path:
+    if MEMORY_V1.is_dir():
+        group, limit = MEMORY_V1 / name, "memory.limit_in_bytes"
+    else:
+        group, limit = Path("/sys/fs/cgroup") / name, "memory.max"
+    group.mkdir()
+    (group / limit).write_text(str(megabytes << 20))
+    return group
+
+
+@contextlib.contextmanager
+def test_bed(count: int) -> Iterator[list[Host]]:
+    """`count` hosts, 10.77.0.10 and on (fd77::a and on), that reach each other and nobody else."""
+    _sweep()
+    bed = f"{PREFIX}{os.getpid()}x{next(_count)}"
+    switch = f"{bed}s"
+    hosts: list[Host] = []
+    _ip("netns", "add", switch)
+    try:
+        _ip("-n", switch, "link", "add", "br0", "up", "type", "bridge")
+        for index in range(count):
+            host = Host(f"host{index}", index, f"{bed}h{index}", switch)
+            _ip("netns", "add", host.namespace)
+            hosts.append(host)
+            _plug(host, count)
+        yield hosts
+    finally:
+        for host in hosts:
+            host.close()
+        _ip("netns", "del", switch)
+
+
+test_bed.__test__ = False  # type: ignore[attr-defined]
+
+
+def _plug(host: Host, count: int) -> None:
+    ns, switch = host.namespace, host.switch
+    _ip("-n", switch, "link", "add", host.name, "type", "veth", "peer", "name", "eth0", "netns", ns)
+    _ip("-n", switch, "link", "set", host.name, "master", "br0", "up")
+    _ip("-n", ns, "link", "set", "lo", "up")
+    _ip("-n", ns, "link", "set", "eth0", "address", _mac(host.index), "up")
+    _ip("-n", ns, "addr", "add", f"{host.address}/24", "dev", "eth0")
+    _ip("-n", ns, "addr", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
+    for other in range(count):
+        if other != host.index:
+            # Fixed neighbours: a host that is cut off is a black hole then, as one behind a router is.
+            for address in (f"10.77.0.{10 + other}", f"fd77::{10 + other:x}"):
+                _ip("-n", ns, "neigh", "add", address, "lladdr", _mac(other), "dev", "eth0", "nud", "permanent")
+
+
+def _sweep() -> None:
+    """Remove what a test process that was killed has left."""
+    for path in NAMESPACES.glob(f"{PREFIX}*"):
+        owner = path.name.removeprefix(PREFIX).partition("x")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            subprocess.run(["ip", "netns", "del", path.name], check=False, capture_output=True)
