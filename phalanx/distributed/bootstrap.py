@@ -320,8 +320,8 @@ class _Reception:
         caller.stream.send(_HELLO, b"", _KNOCK_S)
 
     def _refuse(self, fd: int) -> None:
-        self.callers.pop(fd).stream.close()
         self.door.refused += 1
+        self.callers.pop(fd).stream.close()
 
     def _missing(self, roster: Sequence[Address]) -> GroupBroken:
         ranks = sorted({rank for _, rank in self.expected})
