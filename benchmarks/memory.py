@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -37,10 +38,9 @@ KV_BYTES = 64 * 2**20
 CONTEXT = 1024
 
 
-def pss(process: psutil.Process) -> int:
-    """Bytes of a process and its descendants."""
-    family = [process, *process.children(recursive=True)]
-    return sum(member.memory_full_info().pss for member in family)
+def pss(process: psutil.Process) -> list[int]:
+    """Bytes of a process and of each of its descendants: the server first, then the engine."""
+    return [member.memory_full_info().pss for member in (process, *process.children(recursive=True))]
 
 
 def ask(port: int, number: int) -> None:
@@ -62,9 +62,9 @@ def measure(requests: int, dtype: str) -> dict[str, Any]:
     try:
         wait(server, port)
         process = psutil.Process(server.pid)
-        loaded = pss(process)
+        loaded = sum(pss(process))
         done, lock = 0, threading.Lock()
-        along: list[dict[str, int]] = []
+        along: list[dict[str, Any]] = []
 
         def one(number: int) -> None:
             nonlocal done
@@ -72,7 +72,8 @@ def measure(requests: int, dtype: str) -> dict[str, Any]:
             with lock:
                 done += 1
                 if done % max(1, requests // 10) == 0:
-                    along.append({"requests": done, "pss": pss(process)})
+                    members = pss(process)
+                    along.append({"requests": done, "pss": sum(members), "members": members})
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             list(pool.map(one, range(requests)))
@@ -90,10 +91,15 @@ def measure(requests: int, dtype: str) -> dict[str, Any]:
         "loaded_pss": loaded,
         "within_limit": loaded <= limit,
         "along": along,
-        # The first tenth warms caches up (tokenizer, allocator); what comes after must not grow.
-        "growth_bytes": along[-1]["pss"] - along[0]["pss"] if along else None,
+        "growth_bytes": growth([sample["pss"] for sample in along]),
         **setting(),
     }
+
+
+def growth(samples: list[int]) -> int:
+    """From the middle to the end, each the mean of three samples; the first half fills the cache and the allocator."""
+    middle = len(samples) // 2
+    return round(statistics.mean(samples[-3:]) - statistics.mean(samples[max(0, middle - 1) : middle + 2]))
 
 
 def wait(server: subprocess.Popen[bytes], port: int) -> None:
