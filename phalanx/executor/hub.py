@@ -88,8 +88,11 @@ class Layout(msgspec.Struct, frozen=True):
 class Launcher(Protocol):
     """Starts and ends rank processes. A rank's death is noticed by the hub; the launcher knows what it died of."""
 
-    host: str | None
-    """This node's address when ranks run on other nodes, which makes the hub listen there; None keeps it local."""
+    @property
+    def host(self) -> str | None:
+        """This node's address when ranks run on other nodes, which makes the hub listen there; None keeps it local.
+        Asked for once, before the first launch. Raises UserError, WorkerDied; nothing is left then."""
+        ...
 
     def launch(self, starts: list[RankStart]) -> None:
         """Start these ranks; returns at once. Raises UserError when they cannot be placed."""

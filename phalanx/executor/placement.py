@@ -1,0 +1,237 @@
+"""Where ranks go: a mesh, what each rank takes, and the places that have it, to one place per rank. Pure data, no Ray.
+
+A place is a node, or a bundle of a placement group that is there already. A tensor group stays on one node where it
+fits, because its ranks talk in every layer; stages may be on different nodes. What the strategies move is a unit: a
+tensor group, or, when the mesh has only one, a rank.
+
+    PACK           as few nodes as possible, this one first
+    SPREAD         units on different nodes, as far as there are any
+    STRICT_PACK    one node, or a refusal
+    STRICT_SPREAD  every unit on a node of its own, or a refusal
+
+Does not reserve anything: between looking and taking somebody else may be faster, and the caller looks again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from phalanx.distributed.mesh import Mesh
+from phalanx.errors import ConfigError
+
+STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+
+_ALMOST = 1e-6
+"""Ray counts in ten-thousandths; sums of fractions may miss a whole number by less."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one rank takes, and where it may go."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = amounts(self.resources)
+        return text + "".join(f", label {key}={value}" for key, value in self.labels.items())
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place for ranks."""
+
+    node: str
+    """Ray's id of the node; nodes are never told apart by addresses."""
+    name: str
+    """The node's host name, for people."""
+    free: Mapping[str, float]
+    total: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    bundle: int | None = None
+    """Number of a bundle of an existing group; None when the whole node is offered."""
+
+    def room(self, demand: Demand, *, when_empty: bool = False) -> int:
+        """How many ranks fit; `when_empty`: if nothing else ran here. 0 where a label is missing."""
+        if any(self.labels.get(key) != value for key, value in demand.labels.items()):
+            return 0
+        have = self.total if when_empty else self.free
+        wanted = [(name, amount) for name, amount in demand.resources.items() if amount > 0]
+        return min((int(have.get(name, 0.0) / amount + _ALMOST) for name, amount in wanted), default=1 << 20)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    sites: tuple[int, ...]
+    """For each rank the index of its site."""
+    split_groups: tuple[tuple[int, ...], ...] = ()
+    """Tensor groups that had to be spread over nodes."""
+
+
+class NoRoom(Exception):
+    """The ranks do not fit; the text says what is missing."""
+
+
+def arrange(
+    mesh: Mesh, demand: Demand, sites: Sequence[Site], strategy: str, *, home: str = "", when_empty: bool = False
+) -> Arrangement:
+    """One site per rank. `home` is the node of whoever asks: it is preferred, since plans reach it through memory.
+
+    `when_empty` answers whether the ranks would fit if nothing else ran. Raises NoRoom.
+    """
+    room: Counter[str] = Counter()
+    for site in sites:
+        room[site.node] += site.room(demand, when_empty=when_empty)
+    nodes = _Nodes(room, home)
+    groups = mesh.groups("tp")
+    units = groups if len(groups) > 1 or "PACK" in strategy else tuple((rank,) for rank in groups[0])
+    if room.total() < mesh.world_size:
+        raise NoRoom(f"there is room for {room.total()} of {mesh.world_size} ranks")
+    if strategy == "STRICT_PACK" or (strategy == "PACK" and nodes.fits(mesh.world_size)):
+        placed = _together(mesh, nodes)
+    else:
+        placed = _apart(units, nodes, spread="SPREAD" in strategy, strict=strategy == "STRICT_SPREAD")
+    split = tuple(group for group in groups if len({placed[rank] for rank in group}) > 1)
+    return Arrangement(_sites(placed, demand, sites, when_empty), split)
+
+
+class _Nodes:
+    """Room that is left on each node while ranks are being placed."""
+
+    def __init__(self, room: Mapping[str, int], home: str):
+        self.left = dict(room)
+        self.home = home
+        self.units: Counter[str] = Counter()
+
+    def fits(self, ranks: int) -> list[str]:
+        return [node for node, left in self.left.items() if left >= ranks]
+
+    def take(self, node: str, ranks: int) -> None:
+        self.left[node] -= ranks
+        self.units[node] += 1
+
+
+def _together(mesh: Mesh, nodes: _Nodes) -> list[str]:
+    """All on one node: this one, or else the one that the ranks fill best."""
+    fitting = nodes.fits(mesh.world_size)
+    if not fitting:
+        most = max(nodes.left.values(), default=0)
+        raise NoRoom(f"no single node has room for {mesh.world_size} ranks; the roomiest takes {most}")
+    node = min(fitting, key=lambda n: (n != nodes.home, nodes.left[n]))
+    return [node] * mesh.world_size
+
+
+def _apart(units: Sequence[tuple[int, ...]], nodes: _Nodes, *, spread: bool, strict: bool) -> list[str]:
+    """Node of each rank, unit by unit: the widest first, since they find room hardest, whole ones before split ones."""
+    placed = [""] * sum(map(len, units))
+    homeless = []
+    for unit in sorted(units, key=len, reverse=True):
+        fitting = [n for n in nodes.fits(len(unit)) if not strict or nodes.units[n] == 0]
+        if not fitting:
+            homeless.append(unit)
+            continue
+        if spread:
+            node = min(fitting, key=lambda n: (nodes.units[n], n != nodes.home, -nodes.left[n]))
+        else:
+            node = min(fitting, key=lambda n: (nodes.units[n] == 0, n != nodes.home, -nodes.left[n]))
+        nodes.take(node, len(unit))
+        for rank in unit:
+            placed[rank] = node
+    if homeless and strict:
+        raise NoRoom(
+            f"STRICT_SPREAD needs {len(units)} nodes with room for {max(map(len, units))} rank(s) each, and only "
+            f"{len(units) - len(homeless)} can be had"
+        )
+    for unit in homeless:
+        for rank in unit:
+            node = max(nodes.left, key=lambda n: (nodes.left[n], n == nodes.home))
+            nodes.take(node, 1)
+            placed[rank] = node
+    return placed
+
+
+def _sites(placed: Sequence[str], demand: Demand, sites: Sequence[Site], when_empty: bool) -> tuple[int, ...]:
+    """On each node its sites are filled in their order."""
+    open_sites = {node: [] for node in set(placed)}  # type: dict[str, list[int]]
+    for index, site in enumerate(sites):
+        if site.node in open_sites:
+            open_sites[site.node] += [index] * min(site.room(demand, when_empty=when_empty), len(placed))
+    return tuple(open_sites[node].pop(0) for node in placed)
+
+
+def ray_strategy(strategy: str, arrangement: Arrangement, sites: Sequence[Site]) -> str:
+    """The strategy to tell Ray, whose unit is always the rank, for bundles that are tied to their nodes anyway."""
+    nodes = [sites[index].node for index in arrangement.sites]
+    if strategy == "STRICT_SPREAD" and len(set(nodes)) < len(nodes):
+        return "SPREAD"
+    return strategy
+
+
+@dataclass(frozen=True)
+class Taker:
+    """Somebody who holds resources."""
+
+    who: str
+    """Such as "actor Trainer (pid 4711)" or "placement group a1b2"."""
+    node: str
+    resources: Mapping[str, float]
+
+
+def refusal(
+    mesh: Mesh, demand: Demand, sites: Sequence[Site], strategy: str, takers: Sequence[Taker], why: str, *, within: str
+) -> ConfigError:
+    """What is asked, what exists, what is taken by whom, and what to do, as one error. `within` is where the ranks
+    were to go: "the Ray cluster", or a placement group."""
+    ranks = mesh.world_size
+    names = {site.node: site.name for site in sites}
+    exists = "; ".join(_describe(site, demand) for site in sites) or "nothing"
+    held = "; ".join(
+        f"{taker.who} holds {amounts(taker.resources)} on {names.get(taker.node, 'a node that is gone')}"
+        for taker in takers
+    )
+    message = (
+        f"{within} has no place for {ranks} rank{'s' if ranks > 1 else ''}: {why}. Asked: {ranks} × {demand}, "
+        f"strategy {strategy}. There is: {exists}. Taken: {held or 'nothing that Ray knows of'}."
+    )
+    return ConfigError(message, fix=_remedy(mesh, demand, sites, strategy))
+
+
+def _describe(site: Site, demand: Demand) -> str:
+    parts = [
+        f"{name} {_number(site.free.get(name, 0.0))} of {_number(site.total.get(name, 0.0))} free"
+        for name in demand.resources
+    ]
+    parts += [
+        f"{key}={site.labels[key]}" if key in site.labels else f"no label {key}"
+        for key, value in demand.labels.items()
+        if site.labels.get(key) != value
+    ]
+    what = f"{site.name} ({site.node[:8]})" if site.bundle is None else f"bundle {site.bundle} on {site.name}"
+    return f"{what}: {', '.join(parts)}"
+
+
+def _remedy(mesh: Mesh, demand: Demand, sites: Sequence[Site], strategy: str) -> str:
+    try:
+        arrange(mesh, demand, sites, strategy, when_empty=True)
+    except NoRoom:
+        room = sum(site.room(demand, when_empty=True) for site in sites)
+        relaxed = ", or use --placement-strategy PACK" if strategy != "PACK" and room >= mesh.world_size else ""
+        labels = any(site.room(Demand(demand.resources), when_empty=True) for site in sites) and room == 0
+        less = (
+            "--worker-labels" if demand.labels and labels else "fewer ranks, or less for each (--num-cpus-per-worker, "
+        )
+        less += "" if less.startswith("--") else "--num-gpus-per-worker, --worker-resources)"
+        ask = f"change {less}" if less.startswith("--") else f"ask for {less}"
+        return f"Add nodes with `ray start --address=…`, {ask}{relaxed}."
+    return "End what holds them, add nodes with `ray start --address=…`, or ask for fewer ranks or less for each."
+
+
+def amounts(resources: Mapping[str, float]) -> str:
+    """Such as "CPU 1, fast 0.5"."""
+    return ", ".join(f"{name} {_number(amount)}" for name, amount in resources.items()) or "nothing"
+
+
+def _number(amount: float) -> str:
+    return f"{round(amount, 4):.10g}"

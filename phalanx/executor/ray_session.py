@@ -1,0 +1,227 @@
+"""This process's connection to Ray: a cluster that runs is joined; where there is none, a local one is started.
+
+A local cluster listens on the loopback interface only, has no dashboard, wants a token unless RAY_AUTH_MODE says
+otherwise, and ends with the session or with this process. A cluster that was joined stays; a connection that was there
+already is left as it is. Ray's command-line tools and other programs do not find the local cluster by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from phalanx import env
+from phalanx.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES = 80_000_000
+"""About the least that Ray allows; nothing of ours is put there."""
+
+_SHORT = "/tmp"  # noqa: S108 (mkdtemp makes the folder in it)
+
+_PROBE_S = 3.0
+
+_LOCAL = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on these systems Ray keeps to the loopback interface; so do we on Linux
+    "RAY_enable_metrics_collection": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_memory_monitor_refresh_ms": "0",  # nobody else runs in it, and it would count what others on the machine use
+    "RAY_kill_worker_timeout_milliseconds": "1000",
+}
+
+
+def import_ray() -> ModuleType:
+    """Raises ConfigError where it is not installed, or is too old."""
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(
+            "--distributed-executor-backend is ray, but Ray is not installed.", fix="pip install 'phalanx[ray]'"
+        ) from None
+    major, minor = (int(part) for part in ray.__version__.split(".")[:2])
+    if (major, minor) < (2, 59):
+        raise ConfigError(
+            f"Ray {ray.__version__} is too old: Phalanx needs 2.59 or newer.", fix="pip install 'phalanx[ray]'"
+        )
+    return ray
+
+
+class RaySession:
+    """Connected when made. `cpus` and `gpus` are what a cluster that has to be started shall offer at least."""
+
+    def __init__(self, *, cpus: float, gpus: float):
+        """Raises ConfigError."""
+        self.ray = import_ray()
+        self.joined = False
+        """By us; then `close` disconnects."""
+        self.started = False
+        self._folder: str | None = None
+        if self.ray.is_initialized():
+            return
+        address = _address()
+        with _quietly():
+            if address is None:
+                self._start(cpus, gpus)
+            else:
+                _join(self.ray, address)
+        self.joined = True
+        if address is not None:
+            _warn_of_open_cluster(address)
+
+    def _start(self, cpus: float, gpus: float) -> None:
+        # Short, because sockets lie below and their paths may have 107 characters.
+        self._folder = tempfile.mkdtemp(prefix="phalanx-ray-", dir=_SHORT if os.path.isdir(_SHORT) else None)
+        options: dict[str, Any] = {"num_gpus": int(-(-gpus // 1))} if gpus else {}
+        try:
+            with env.changed(**_LOCAL), _loopback():
+                self.ray.init(
+                    address="local",
+                    num_cpus=max(os.cpu_count() or 1, int(-(-cpus // 1))),
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE_BYTES,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=self._folder,
+                    **options,
+                )
+        except Exception as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise ConfigError(f"A local Ray cluster could not be started: {_line(error)}.") from error
+        self.started = True
+        log.debug("started a local Ray cluster in %s", self._folder)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self.joined:
+            self.joined = self.started = False
+            with _quietly():
+                self.ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _address() -> str | None:
+    """Of the running cluster that this machine belongs to; None when there is none. Raises ConfigError."""
+    wanted = env.ray_address()
+    if wanted == "local":
+        return None
+    if wanted not in (None, "auto"):
+        if "://" in wanted:
+            raise ConfigError(
+                f"RAY_ADDRESS is {wanted}: ranks cannot be started through a Ray client.",
+                fix="Run on a node of the cluster, with RAY_ADDRESS set to the head's address and port (host:6379).",
+            )
+        if not _answers(wanted):
+            raise ConfigError(
+                f"RAY_ADDRESS is {wanted}, where nothing answers.",
+                fix="Start the cluster (`ray start --head`), correct the address, or unset it to use a local cluster.",
+            )
+        return wanted
+    from ray._private.services import find_bootstrap_address  # the last `ray start` on this machine
+
+    found = find_bootstrap_address(None)
+    return found if found and _answers(found) else None
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _join(ray: ModuleType, address: str) -> None:
+    own = env.host_ip()
+    options = {"_node_ip_address": own} if own else {}
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
+    except Exception as error:
+        text = " ".join(_line(cause) for cause in _causes(error))
+        raise _refused(address, text) from error
+
+
+def _refused(address: str, text: str) -> ConfigError:
+    if "Version mismatch" in text:
+        return ConfigError(
+            f"The Ray cluster at {address} has other versions than this process: {text}",
+            fix="Use the same versions of Ray and Python on all nodes.",
+        )
+    if "token" in text.lower():
+        return ConfigError(
+            f"The Ray cluster at {address} wants a token: {text}",
+            fix="Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH) as on the cluster's nodes.",
+        )
+    return ConfigError(
+        f"The Ray cluster at {address} cannot be joined: {text}",
+        fix="Run on a node of the cluster (`ray start --address=…` makes this machine one), with the RAY_AUTH_MODE and "
+        "RAY_AUTH_TOKEN of the others.",
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text[:400].rstrip(".")
+
+
+def _warn_of_open_cluster(address: str) -> None:
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    host = address.rpartition(":")[0].strip("[]")
+    if not is_token_auth_enabled() and host not in ("127.0.0.1", "::1", "localhost"):
+        log.warning(
+            "The Ray cluster at %s asks for no token: ANYBODY who can reach it can run programs on its nodes. Start it "
+            "with RAY_AUTH_MODE=token.",
+            address,
+        )
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Ray's remarks on its own start are not for our output, and SIGTERM stays with whoever has it."""
+    logger = logging.getLogger("ray")
+    level, handlers = logger.level, list(logger.handlers)
+    logger.setLevel(logging.CRITICAL)
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if main else None
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
+        if main:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Ray replaces 127.0.0.1 by an address that others reach, unless it believes that clusters are not wanted here. It
+    reads the variable in `_LOCAL` when it is imported, which may have been long ago."""
+    from ray._private import ray_constants
+
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before

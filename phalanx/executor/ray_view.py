@@ -1,0 +1,99 @@
+"""What Ray's head knows: nodes with what is free on them, the bundles of a group, and who holds what.
+
+Asks the head directly, which also works where Ray has no dashboard (its public state API needs one). Ids are hex.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from phalanx.executor.placement import Site, Taker
+
+_NODE_LABEL = "ray.io/node-id"
+
+
+class RayView:
+    def __init__(self, ray: ModuleType):
+        self._ray = ray
+
+    @property
+    def home(self) -> str:
+        """The node of this process."""
+        return str(self._ray.get_runtime_context().get_node_id())
+
+    def alive(self) -> dict[str, dict[str, Any]]:
+        """The nodes that live, by id."""
+        return {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
+
+    def nodes(self) -> list[Site]:
+        free = _state().available_resources_per_node()
+        return [
+            Site(
+                node=node_id,
+                name=node["NodeManagerHostname"],
+                free=free.get(node_id, {}),
+                total=node["Resources"],
+                labels=node.get("Labels", {}),
+            )
+            for node_id, node in sorted(self.alive().items())
+        ]
+
+    def bundles(self, group: Any) -> list[Site]:
+        """Of a group that is placed. A bundle's resources have names of their own while it is there."""
+        table = self._ray.util.placement_group_table(group)
+        alive, free = self.alive(), _state().available_resources_per_node()
+        sites = []
+        for index, total in table["bundles"].items():
+            node_id = table["bundles_to_node_id"].get(index, "")
+            if node_id not in alive:
+                continue
+            ending = f"_group_{index}_{group.id.hex()}"
+            left = {k.removesuffix(ending): v for k, v in free.get(node_id, {}).items() if k.endswith(ending)}
+            name, labels = alive[node_id]["NodeManagerHostname"], alive[node_id].get("Labels", {})
+            sites.append(Site(node_id, name, left, total, labels, bundle=index))
+        return sites
+
+    def takers(self) -> list[Taker]:
+        """Groups by node, then actors that hold resources outside of groups. Tasks are not known to the head."""
+        takers = []
+        for key, group in self._ray.util.placement_group_table().items():
+            if group["state"] in ("REMOVED", "PENDING"):
+                continue
+            by_node: dict[str, dict[str, float]] = {}
+            for index, node_id in group["bundles_to_node_id"].items():
+                _add(by_node.setdefault(node_id, {}), group["bundles"][index])
+            name = group["name"] or key[:12]
+            takers += [Taker(f"placement group {name}", node_id, held) for node_id, held in by_node.items() if node_id]
+        return takers + [
+            Taker(
+                f"actor {actor.class_name} (pid {actor.pid})",
+                actor.address.node_id.hex(),
+                dict(actor.required_resources),
+            )
+            for actor in self._living_actors()
+            if actor.required_resources and not actor.placement_group_id.strip(b"\xff")
+        ]
+
+    def _living_actors(self) -> list[Any]:
+        from ray.core.generated import gcs_pb2
+
+        table: Any = gcs_pb2
+        data = _state()._connect_and_get_accessor().get_actor_table(None, "ALIVE")
+        return [table.ActorTableData.FromString(each) for each in data]
+
+    def tied_to(self, node_id: str, labels: Mapping[str, str]) -> dict[str, str]:
+        """The selector of a bundle that must be on this node."""
+        return {_NODE_LABEL: node_id, **labels}
+
+
+def _state() -> Any:
+    from ray._private.state import state
+
+    return state
+
+
+def _add(into: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, amount in more.items():
+        into[name] = into.get(name, 0.0) + amount
