@@ -51,12 +51,15 @@ class VocabularyTable(nn.Module):
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.start
         outside = (local < 0) | (local >= self.stop - self.start)
-        rows = F.embedding(local.masked_fill(outside, 0), self.weight).masked_fill(outside[:, None], 0)
+        rows = F.embedding(local.masked_fill_(outside, 0), self.weight).masked_fill_(outside[:, None], 0)
         return self.group.all_reduce(rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, width] -> float32 [R, whole vocabulary]."""
-        logits = F.linear(hidden, self.weight, self.bias).float()
+        """[R, width] -> float32 [R, this rank's part of the vocabulary]."""
+        return F.linear(hidden, self.weight, self.bias).float()
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """All ranks' logits side by side: [R, whole vocabulary]."""
         return self.group.all_gather(logits, 1, self.vocabulary.lengths) if self.split else logits
 
 

@@ -91,7 +91,7 @@ class RowLinear(Linear):
         if not self.split:
             return super().forward(x)
         y = self.context.group.all_reduce(self.context.scheme.apply(self.storage, x, None))
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y.add_(self.bias)
 
 
 class ReplicatedLinear(Linear):

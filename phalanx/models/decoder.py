@@ -18,6 +18,7 @@ from torch import nn
 from phalanx.attention.base import AttentionBackend, LayerCache, StepLayout
 from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
+from phalanx.distributed.partition import Partition
 from phalanx.layers.embedding import PositionTable, VocabularyTable
 from phalanx.layers.linear import LinearContext, ReplicatedLinear
 from phalanx.layers.weights import Loadable
@@ -41,6 +42,7 @@ class Decoder(nn.Module):
         self.dtype = dtype
         self.device = device
         self.backend = backend
+        self.groups = groups
         self.split = split or Split.even(spec, mesh, self.place.pp)
         self.layer_range = self.split.layers.ranges[self.place.pp]
         self.is_first = self.place.pp == 0
@@ -117,26 +119,45 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:  # fmt: skip
         """One step over packed tokens: token_ids and positions int64 [T] -> hidden [T, hidden].
 
-        A later pipeline stage takes the stage before's result as `hidden` and ignores `token_ids`. The result goes to
-        the next stage, or after the last one, for the rows that are sampled, to `logits`.
+        A later pipeline stage takes the stage before's result as `hidden`, which it may overwrite, and ignores
+        `token_ids`. The result goes to the next stage, or after the last one, for the rows that are sampled, to
+        `logits` or `own_logits`.
         """
-        x = self._embed(token_ids, positions) if hidden is None else hidden.clone()
+        x = self._embed(token_ids, positions) if hidden is None else hidden
         step = self._prepare(positions, layout)
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block.forward(x, cache, step)
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] of the last stage -> float32 [R, vocabulary]."""
-        if self.head is None:
-            raise ValueError("only the last pipeline stage has an output head")
+        """[R, hidden] of the last stage -> float32 [R, vocabulary], on every tensor rank."""
+        return self._head().whole(self.own_logits(hidden))
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] of the last stage -> float32 [R, tokens of `own_tokens`]."""
+        head = self._head()
         if self.final_norm is not None:
             hidden = self.final_norm.forward(hidden)
         if self.project_out is not None:
             hidden = self.project_out.forward(hidden)
-        logits = self.head.logits(hidden)
+        logits = head.logits(hidden)
         cap = self.spec.logit_soft_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    @property
+    def vocabulary(self) -> Partition:
+        """Which tensor rank has the logits of which tokens."""
+        return self.split.vocabulary(self.spec)
+
+    @property
+    def own_tokens(self) -> tuple[int, int]:
+        """The tokens whose logits this rank computes, where it is of the last stage."""
+        return self.vocabulary.ranges[self.place.tp]
+
+    def _head(self) -> VocabularyTable:
+        if self.head is None:
+            raise ValueError("only the last pipeline stage has an output head")
+        return self.head
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         if self.embedding is None:

@@ -18,12 +18,16 @@ from phalanx.sampling.parameters import Constraints
 FORBIDDEN = float("-inf")
 
 
-def apply_masks(logits: torch.Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32]) -> None:
-    """Forbid in `logits` [R, V], in place, each token of `rows[i]` whose bit in `masks[i]` (int32 words) is not set."""
+def apply_masks(logits: torch.Tensor, rows: NDArray[np.int64], masks: NDArray[np.int32], first: int = 0) -> None:
+    """Forbid in `logits` [R, V], in place, each token of `rows[i]` whose bit in `masks[i]` (int32 words) is not set.
+    Column 0 is token `first`."""
     if not len(rows):
         return
-    bits = np.unpackbits(np.ascontiguousarray(masks).view(np.uint8), axis=-1, bitorder="little")
-    forbidden = torch.from_numpy(bits[:, : logits.shape[-1]] == 0).to(logits.device)
+    skipped = first // 32
+    words = np.ascontiguousarray(masks[:, skipped : -(-(first + logits.shape[-1]) // 32)])
+    bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+    start = first - 32 * skipped
+    forbidden = torch.from_numpy(bits[:, start : start + logits.shape[-1]] == 0).to(logits.device)
     at = torch.from_numpy(rows).to(logits.device)
     logits[at] = logits[at].masked_fill(forbidden, FORBIDDEN)
 
@@ -36,7 +40,8 @@ def apply_constraints(
     below_minimum: Sequence[bool],
 ) -> None:
     """Change `logits` float32 [R, V] in place. The other arguments have one entry per constrained row: its index, what
-    constrains it, the tokens it has produced, and whether these are fewer than its `min_tokens`."""
+    constrains it, the tokens it has produced, and whether these are fewer than its `min_tokens`. Columns are those
+    that the constraints are for."""
     forbid_rows: list[int] = []
     forbid_ids: list[int] = []
     for row, limits, produced, too_short in zip(rows, constraints, outputs, below_minimum, strict=True):
@@ -45,7 +50,7 @@ def apply_constraints(
             kept = logits[row, ids]
             logits[row] = FORBIDDEN
             logits[row, ids] = kept
-        forbidden = _ends_of_bad_words(limits.bad_words, produced)
+        forbidden = [token - limits.first for token in _ends_of_bad_words(limits.bad_words, produced)]
         if too_short:
             forbidden.extend(limits.stop_ids.tolist())
         forbid_rows.extend([row] * len(forbidden))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from phalanx.sampling.order import first_candidates
 from phalanx.step import TokenLogprobs
 
-_SPARE = 16
+SPARE = 16
 """Candidates looked at beyond those asked for: the chosen token is mostly one of them, and its rank known."""
 
 
@@ -40,7 +40,7 @@ def token_logprobs(
 def _best(logits: torch.Tensor, most: int, chosen: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
     """The first `most` token ids [R, most] of each row, and the rank of `chosen` [R, 1]."""
     vocab = logits.shape[-1]
-    ids = first_candidates(logits, min(most + _SPARE, vocab))
+    ids = first_candidates(logits, min(most + SPARE, vocab))
     place = (ids == chosen).cpu().numpy()
     ranks = place.argmax(1)
     far = np.flatnonzero(~place.any(1))

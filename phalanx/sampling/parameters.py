@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +17,23 @@ from numpy.typing import NDArray
 from phalanx.sampling.penalties import TokenCounts
 from phalanx.step import SamplingState
 
+_Tokens = TypeVar("_Tokens", np.int32, np.int64)
+
 GREEDY_BELOW = 1e-5
 """Temperatures below this choose the most likely token, as in vLLM."""
 
 
 @dataclass(slots=True)
 class Constraints:
-    """What changes the logits of one request."""
+    """What changes the logits of one request. Ids are columns of the table's span, but for bad words."""
 
+    first: int
+    """The token of column 0."""
     allowed: NDArray[np.int64] | None
     bias_ids: NDArray[np.int64]
     bias_values: NDArray[np.float32]
     bad_words: tuple[tuple[int, ...], ...]
+    """Of tokens; those whose last one has a column."""
     stop_ids: NDArray[np.int64]
     counts: TokenCounts | None
     """None without penalties."""
@@ -40,10 +46,14 @@ def _token_ids(values: NDArray[np.int64], vocab_size: int, what: str) -> NDArray
 
 
 class SamplingTable:
-    """Sampling state by slot. Not thread-safe."""
+    """Sampling state by slot. Not thread-safe.
 
-    def __init__(self, slots: int, vocab_size: int):
+    `span` are the tokens whose logits this rank has, all by default: constraints are kept for these alone.
+    """
+
+    def __init__(self, slots: int, vocab_size: int, span: tuple[int, int] | None = None):
         self.vocab_size = vocab_size
+        self.span = span or (0, vocab_size)
         self.temperature = np.zeros(slots, np.float64)
         self.top_k = np.zeros(slots, np.int64)
         self.top_p = np.zeros(slots, np.float64)
@@ -75,16 +85,19 @@ class SamplingTable:
         for word in bad_words:
             _token_ids(np.asarray(word, np.int64), vocab, "bad_words")
         penalised = bool(state.presence_penalty or state.frequency_penalty or state.repetition_penalty != 1.0)
+        _token_ids(bias_ids, vocab, "logit_bias")
+        here = self._has(bias_ids)
         counts = None
         if penalised:
             counted_prompt = tokens[:num_prompt] if state.repetition_penalty != 1.0 else tokens[:0]
-            counts = TokenCounts(counted_prompt, tokens[num_prompt:])
+            counts = TokenCounts(self._columns(counted_prompt), self._columns(tokens[num_prompt:]))
         constraints = Constraints(
-            allowed=np.unique(_token_ids(allowed, vocab, "allowed_token_ids")) if len(allowed) else None,
-            bias_ids=_token_ids(bias_ids, vocab, "logit_bias"),
-            bias_values=bias_values,
-            bad_words=bad_words,
-            stop_ids=_token_ids(stop_ids, vocab, "stop_token_ids"),
+            first=self.span[0],
+            allowed=self._columns(np.unique(_token_ids(allowed, vocab, "allowed_token_ids"))) if len(allowed) else None,
+            bias_ids=self._columns(bias_ids),
+            bias_values=bias_values[here],
+            bad_words=tuple(word for word in bad_words if self.span[0] <= word[-1] < self.span[1]),
+            stop_ids=self._columns(_token_ids(stop_ids, vocab, "stop_token_ids")),
             counts=counts,
         )
         self._constraints[slot] = constraints
@@ -103,6 +116,15 @@ class SamplingTable:
         self.constrained[slot] = penalised or bool(allowed.size or bias_ids.size or bad_words)
         self.penalised[slot] = penalised
 
+    def _has(self, tokens: NDArray[_Tokens]) -> NDArray[np.bool_]:
+        return (tokens >= self.span[0]) & (tokens < self.span[1])
+
+    def _columns(self, tokens: NDArray[_Tokens]) -> NDArray[_Tokens]:
+        """Those of `tokens` that have a column here, as columns."""
+        if self.span == (0, self.vocab_size):
+            return tokens
+        return tokens[self._has(tokens)] - tokens.dtype.type(self.span[0])
+
     def forget(self, slot: int) -> None:
         """The slot is free: drop what it holds memory for."""
         self._constraints[slot] = None
@@ -112,8 +134,10 @@ class SamplingTable:
         """Each of `slots` produced the token beside it."""
         for i in np.flatnonzero(self.penalised[slots]).tolist():
             constraints = self._constraints[slots[i]]
-            if constraints is not None and constraints.counts is not None:
-                constraints.counts.add(int(tokens[i]))
+            column = int(tokens[i]) - self.span[0]
+            here = 0 <= column < self.span[1] - self.span[0]
+            if here and constraints is not None and constraints.counts is not None:
+                constraints.counts.add(column)
 
     def constraints(self, slots: NDArray[np.int64], outputs: NDArray[np.int64]) -> Iterator[tuple[int, Constraints]]:
         """(row, constraints) of the rows that have any in force; `outputs` [R] counts tokens produced so far."""

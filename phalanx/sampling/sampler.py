@@ -27,15 +27,16 @@ from phalanx.sampling.order import first_candidates
 from phalanx.sampling.parameters import GREEDY_BELOW, SamplingTable
 from phalanx.sampling.penalties import apply_penalties
 from phalanx.sampling.random import uniform
+from phalanx.sampling.truncation import Truncation, pick
 from phalanx.step import NO_TOKEN, TokenLogprobs
 
 NO_SCORES = "The model's scores for this request are not finite numbers, so no token can be chosen."
 NO_CANDIDATE = "The constraints of this request leave no token to choose."
 
-_CANDIDATES = (128, 2048)
+CANDIDATES = (128, 2048)
 """How many candidates are looked at first, and then, before all are."""
 
-_CHUNK_ELEMENTS = 2**22
+CHUNK_ELEMENTS = 2**22
 """Logits handled at once, so that temporary copies stay small: 16 MiB each in float32."""
 
 
@@ -74,7 +75,7 @@ def sample(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> 
     asked = np.flatnonzero(table.logprobs[batch.slots] >= 0)
     raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None
     raw_best = logits.amax(-1).cpu().numpy()
-    _constrain(logits, table, batch)
+    constrain(logits, table, batch)
     greedy = table.temperature[batch.slots] < GREEDY_BELOW
     # torch.max, unlike topk, promises the first of equal values; NaN comes out as the largest.
     best, first = (t.cpu().numpy() for t in logits.max(-1))
@@ -83,11 +84,11 @@ def sample(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> 
         failures[row] = NO_CANDIDATE if np.isfinite(raw_best[row]) else NO_SCORES
     tokens[greedy & usable] = first[greedy & usable]
     drawn = np.flatnonzero(~greedy & usable)
-    step = max(1, _CHUNK_ELEMENTS // vocab)
+    step = max(1, CHUNK_ELEMENTS // vocab)
     for at in range(0, len(drawn), step):
         part = drawn[at : at + step]
         few = logits if len(part) == rows else logits[torch.from_numpy(part).to(logits.device)]
-        tokens[part] = _draw(few, table, batch, part)
+        tokens[part] = draw(few, table, batch, part)
     logprobs: dict[int, TokenLogprobs] = {}
     if raw is not None:
         kept = np.flatnonzero(usable[asked])
@@ -100,8 +101,9 @@ def sample(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> 
     return Sampled(tokens, logprobs, failures)
 
 
-def _constrain(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> None:
-    apply_masks(logits, batch.mask_rows, batch.masks)
+def constrain(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> None:
+    """Change `logits` in place by all that forbids or favours tokens. They are those of the table's `span`."""
+    apply_masks(logits, batch.mask_rows, batch.masks, table.span[0])
     limited = list(table.constraints(batch.slots, batch.outputs))
     if not limited:
         return
@@ -122,32 +124,20 @@ def _constrain(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch)
     )
 
 
-@dataclass(slots=True)
-class _Truncation:
-    """Parameters of the rows that draw, each [R]; 0, 1 and 0 switch top-k, top-p and min-p off."""
-
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float64]
-    number: NDArray[np.float64]
-    """Uniform in [0, 1)."""
-
-    def __getitem__(self, rows: NDArray[np.int64]) -> _Truncation:
-        return _Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.number[rows])
+def truncation(table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]) -> Truncation:
+    """What the given rows of the batch draw with."""
+    slots = batch.slots[rows]
+    number = uniform(table.seed[slots], table.choice[slots], batch.lengths[rows])
+    return Truncation(table.top_k[slots], table.top_p[slots], table.min_p[slots], number)
 
 
-def _draw(
+def draw(
     logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Token ids [R] for `logits` [R, V] of the given rows of the batch, each with a finite largest logit."""
     vocab = logits.shape[-1]
     slots = batch.slots[rows]
-    limits = _Truncation(
-        table.top_k[slots],
-        table.top_p[slots],
-        table.min_p[slots],
-        uniform(table.seed[slots], table.choice[slots], batch.lengths[rows]),
-    )
+    limits = truncation(table, batch, rows)
     temperature = torch.from_numpy(table.temperature[slots]).to(logits.device, torch.float32)
     # Relative to the largest, so that a tiny temperature gives minus infinity and not infinity minus infinity.
     scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
@@ -156,51 +146,17 @@ def _draw(
     log_sum = (-scaled.log_softmax(-1).amax(-1)).cpu().numpy().astype(np.float64)
     tokens = np.full(len(rows), -1, np.int64)
     waiting = np.arange(len(rows))
-    for count in (*(c for c in _CANDIDATES if c < vocab), vocab):
+    for count in (*(c for c in CANDIDATES if c < vocab), vocab):
         few, few_scaled = logits, scaled
         if len(waiting) < len(rows):
             at = torch.from_numpy(waiting).to(logits.device)
             few, few_scaled = logits[at], scaled[at]
         ids = first_candidates(few, count)
         values = few_scaled.gather(-1, ids).cpu().numpy().astype(np.float64)
-        picked = _pick(values, log_sum[waiting], limits[waiting], whole=count == vocab)
+        picked = pick(values, log_sum[waiting], limits[waiting], whole=count == vocab)
         found = picked >= 0
         tokens[waiting[found]] = ids.cpu().numpy()[found, picked[found]]
         waiting = waiting[~found]
         if not len(waiting):
             break
     return tokens
-
-
-def _pick(
-    values: NDArray[np.float64], log_sum: NDArray[np.float64], limits: _Truncation, *, whole: bool
-) -> NDArray[np.int64]:
-    """Index [R] of the candidate each row draws, -1 where more candidates are needed to know.
-
-    `values` [R, K] are the largest scaled logits in falling order, `log_sum` [R] the log of the sum of exp over all of
-    them, `whole` says that K is the vocabulary.
-    """
-    rows, count = values.shape
-    mass = np.cumsum(np.exp(values - log_sum[:, None]), axis=1)
-    finite = (values > -np.inf).sum(1)
-    complete = (finite < count) | whole  # nothing below what we see can be drawn
-    # How many candidates min-p and top-k keep, as far as it is known.
-    floor = np.log(limits.min_p, where=limits.min_p > 0, out=np.full(rows, -np.inf))
-    kept = np.minimum((values >= values[:, :1] + floor[:, None]).sum(1), finite)
-    kept = np.where(limits.top_k > 0, np.minimum(kept, limits.top_k), kept)
-    known = complete | (kept < count) | ((limits.top_k > 0) & (limits.top_k <= count))
-    unlimited = (limits.top_k == 0) & (limits.min_p == 0) & ~complete
-    last = mass[np.arange(rows), kept - 1]
-    total = np.where(unlimited, 1.0, last)
-    # Top-p keeps a candidate when the mass before it is below p of the total.
-    before = np.concatenate([np.zeros((rows, 1)), mass[:, :-1]], axis=1)
-    nucleus = np.minimum((before < (limits.top_p * total)[:, None]).sum(1), kept)
-    narrowed = limits.top_p < 1
-    decided = known | (unlimited & (~narrowed | (last >= limits.top_p * total)))
-    kept = np.where(narrowed, nucleus, kept)
-    total = np.where(narrowed, mass[np.arange(rows), kept - 1], total)
-    picked = (mass <= (limits.number * total)[:, None]).sum(1)
-    beyond = picked >= kept
-    decided &= ~(beyond & unlimited & ~narrowed)
-    picked = np.minimum(picked, kept - 1)
-    return np.where(decided, picked, -1)

@@ -17,6 +17,7 @@ from phalanx.attention.base import StepLayout
 from phalanx.models.decoder import Decoder
 from phalanx.sampling.logprobs import token_logprobs
 from phalanx.sampling.sampler import NO_SCORES, Sampled, SamplingBatch, sample
+from phalanx.sampling.split_vocabulary import SplitSampler
 from phalanx.step import NO_TOKEN, PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs
 from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.request_table import RequestTable, StepInputs, StepRows
@@ -32,6 +33,8 @@ class ModelRunner:
     ):
         """`link` joins the stages of a pipeline; a rank that holds all layers needs none."""
         self.decoder = decoder
+        self.split = SplitSampler(decoder.groups.tp, decoder.vocabulary) if decoder.groups.tp.size > 1 else None
+        """Samples when this rank has the logits of some tokens only."""
         self.link = link
         self.pool = pool
         self.table = table
@@ -101,7 +104,7 @@ class ModelRunner:
         masks: tuple[NDArray[np.int64], NDArray[np.int32]],
     ) -> Sampled:
         """Draw for the rows `drawn` (indices into `rows`)."""
-        logits = self.decoder.logits(hidden[self._tensor(ends[drawn] - 1)])
+        hidden = hidden[self._tensor(ends[drawn] - 1)]
         slots = rows.slots[drawn]
         mask_rows, words = masks
         # The plan counts its own rows; some may have failed, and masked rows may not sample in this step.
@@ -116,7 +119,9 @@ class ModelRunner:
             mask_rows=np.array([at[int(mask_rows[i])] for i in kept], np.int64),
             masks=words[kept],
         )
-        return sample(logits, self.table.sampling, batch)
+        if self.split is not None:
+            return self.split.sample(self.decoder.own_logits(hidden), self.table.sampling, batch)
+        return sample(self.decoder.logits(hidden), self.table.sampling, batch)
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, ends: NDArray[np.int64], rows: StepRows, failures: dict[int, RowFailure]
@@ -132,15 +137,26 @@ class ModelRunner:
             entries: list[TokenLogprobs] = []
             for at in range(start, stop, piece):
                 to = min(at + piece, stop)
-                logits = self.decoder.logits(hidden[at + offset : to + offset])
-                if not bool(torch.isfinite(logits.amax(-1)).all()):
+                tokens = self.table.tokens[slot, at + 1 : to + 1]
+                found = self._logprobs_of(hidden[at + offset : to + offset], tokens, np.full(to - at, num_top))
+                if found is None:
                     failures[slot] = RowFailure(slot, NO_SCORES)
                     break
-                tokens = self.table.tokens[slot, at + 1 : to + 1]
-                entries += token_logprobs(logits, tokens, np.full(to - at, num_top))
+                entries += found
             if entries:
                 results.append(PromptLogprobs(slot, start + 1, entries))
         return results
+
+    def _logprobs_of(
+        self, hidden: torch.Tensor, tokens: NDArray[np.int32], num_top: NDArray[np.int64]
+    ) -> list[TokenLogprobs] | None:
+        """Of the token that follows each of `hidden`; None when a score is not a finite number."""
+        if self.split is not None:
+            entries = self.split.token_logprobs(self.decoder.own_logits(hidden), tokens, num_top)
+            finite = [entry for entry in entries if entry is not None]
+            return finite if len(finite) == len(entries) else None
+        logits = self.decoder.logits(hidden)
+        return token_logprobs(logits, tokens, num_top) if bool(torch.isfinite(logits.amax(-1)).all()) else None
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -58,7 +58,11 @@ class StepInputs:
 class RequestTable:
     """Fixed in slots; the width of its arrays grows with the longest request. Not thread-safe."""
 
-    def __init__(self, *, slots: int, max_model_len: int, block_size: int, blocks: int, vocab_size: int):
+    def __init__(
+        self, *, slots: int, max_model_len: int, block_size: int, blocks: int, vocab_size: int,
+        own_tokens: tuple[int, int] | None = None,
+    ):  # fmt: skip
+        """`own_tokens` are those whose logits this rank has; all when None."""
         self.max_model_len = max_model_len
         self.block_size = block_size
         self.blocks = blocks
@@ -72,7 +76,7 @@ class RequestTable:
         self.num_blocks = np.zeros(slots, np.int64)
         self.sampled = np.full(slots, NO_TOKEN, np.int32)
         """The token sampled last and not yet appended."""
-        self.sampling = SamplingTable(slots, vocab_size)
+        self.sampling = SamplingTable(slots, vocab_size, own_tokens)
 
     # -- what a plan changes
 
