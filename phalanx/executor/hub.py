@@ -216,7 +216,8 @@ class HubExecutor:
         return self._begin(epoch)
 
     def check_health(self) -> list[WorkerStatus]:
-        return [member.status(self._epoch) for member in self._members]
+        broken = self._abort.reason is not None
+        return [member.status(self._epoch, broken=broken) for member in self._members]
 
     def close(self) -> None:
         """As `Executor.close`; `start` may be called again."""

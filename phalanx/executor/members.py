@@ -103,14 +103,14 @@ class Member:
         except GroupBroken:
             self.stream.shut()  # which the watch sees
 
-    def status(self, epoch: int) -> WorkerStatus:
-        """As of when it was last ready; whether it lives, as of now."""
+    def status(self, epoch: int, *, broken: bool) -> WorkerStatus:
+        """As of when it was last ready; whether it lives, as of now. `broken`: the epoch is over."""
         if self.lost or self.failure is not None:
             state = "dead"
-        elif self.ready is not None and self.ready.epoch == epoch:
-            state = self.ready.status.state
+        elif self.ready is None:
+            state = "loading"
         else:
-            state = "recovering" if self.ready is not None else "loading"
+            state = "recovering" if broken or self.ready.epoch != epoch else self.ready.status.state
         if self.ready is not None:
             return msgspec.structs.replace(self.ready.status, state=state)
         pid = self.join.pid if self.join is not None else 0

@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from phalanx.distributed.mesh import Mesh
 from phalanx.executor.base import Executor
+from phalanx.executor.hub import HubExecutor, Layout
 from phalanx.executor.inprocess import InProcessExecutor
+from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
 from tests.helpers.plan_script import Reference
 from tests.helpers.worker_model import engine_config, reference_decoder, write_model
 
-KINDS = {"inprocess": InProcessExecutor}
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to run the model. `make` gets the supervisor that all tests share, so that torch is imported once."""
+
+    make: Callable[[SupervisorProcess], Executor]
+    layers: tuple[str, ...]
+    """What each rank holds, and how many heads."""
+    heads: tuple[int, ...]
+
+
+def ranks(mesh: Mesh, **layout: tuple[int, ...]) -> Callable[[SupervisorProcess], Executor]:
+    def make(supervisor: SupervisorProcess) -> Executor:
+        launcher = SupervisorLauncher(mesh.world_size, "cpu", supervisor=supervisor)
+        return HubExecutor(launcher, Layout(mesh, **layout))
+
+    return make
+
+
+KINDS = {
+    "inprocess": Kind(lambda _: InProcessExecutor(), ("0-3",), (6,)),
+    "mp-tp2": Kind(ranks(Mesh(tp=2)), ("0-3",) * 2, (3, 3)),
+    "mp-pp2": Kind(ranks(Mesh(pp=2), stage_layers=(2, 1)), ("0-2", "2-3"), (6, 6)),
+    "mp-widths": Kind(ranks(Mesh.of_widths((2, 1))), ("0-2", "0-2", "2-3"), (3, 3, 6)),
+}
+
+
+@pytest.fixture(scope="session")
+def supervisor() -> Iterator[SupervisorProcess]:
+    process = SupervisorProcess(zygote=True)
+    yield process
+    process.close()
 
 
 @pytest.fixture(params=sorted(KINDS))
-def fresh(request: pytest.FixtureRequest) -> Iterator[Executor]:
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def fresh(kind: Kind, supervisor: SupervisorProcess) -> Iterator[Executor]:
     """An executor of each kind, not started."""
-    executor = KINDS[request.param]()
+    executor = kind.make(supervisor)
     yield executor
     executor.close()
 

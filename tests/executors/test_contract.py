@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 import time
 
 import msgspec
@@ -26,6 +27,11 @@ def run(executor: Executor, *runs: Run, **rest) -> Answer:
     return answer(executor.submit(plan(runs, **rest)).result())
 
 
+def last(executor: Executor, token: int) -> int:
+    """How a plan names the token to go on with: across stages it must be sent, else it may stay where it was drawn."""
+    return ON_DEVICE if executor.max_in_flight == 1 else token
+
+
 def generate(
     executor: Executor,
     prompt: list[int] = PROMPT,
@@ -46,8 +52,8 @@ def generate(
         assert bool(got.tokens) == (left == 0) and not got.failures
     out.append(got.tokens[slot])
     while len(out) < count:
-        last = ON_DEVICE if len(out) % 2 else out[-1]
-        out.append(run(executor, Run(slot, 1, last), epoch=epoch).tokens[slot])
+        token = last(executor, out[-1]) if len(out) % 2 else out[-1]
+        out.append(run(executor, Run(slot, 1, token), epoch=epoch).tokens[slot])
     run(executor, release=[slot], epoch=epoch)
     return out
 
@@ -92,7 +98,7 @@ class TestTokens:
         sharing = admission(5, PROMPT, [10, 11, 20, 21, 22, 23], num_computed=8, sampling=sampling)
         tokens = [run(executor, Run(5, 3), admit=[sharing], release=[0]).tokens[5]]
         while len(tokens) < 12:
-            tokens.append(run(executor, Run(5, 1, ON_DEVICE)).tokens[5])
+            tokens.append(run(executor, Run(5, 1, last(executor, tokens[-1]))).tokens[5])
         assert tokens == want
 
 
@@ -106,7 +112,7 @@ def test_tokens_do_not_depend_on_the_batch(executor, reference):
     got = run(executor, *[Run(i, len(p)) for i, p in enumerate(prompts)], admit=admit)
     out = [[got.tokens[i]] for i in range(8)]
     for _ in range(9):
-        got = run(executor, *[Run(i, 1, ON_DEVICE) for i in rng.permutation(8).tolist()])
+        got = run(executor, *[Run(i, 1, last(executor, out[i][-1])) for i in rng.permutation(8).tolist()])
         for i in range(8):
             out[i].append(got.tokens[i])
     assert out == [reference.generate(p, 10, s) for p, s in zip(prompts, states, strict=True)]
@@ -116,6 +122,7 @@ def test_tokens_do_not_depend_on_the_batch(executor, reference):
 def test_random_plans_equal_the_reference(executor, reference, seed):
     """Whatever legal plans come, every token and log-probability is what computing from scratch gives."""
     script = Script(np.random.default_rng(seed), VOCAB, slots=8, blocks=90, block_size=4, max_len=60)
+    script.on_device = executor.max_in_flight == 1
     sampled = 0
     for _ in range(60):
         got = answer(executor.submit(script.next()).result())
@@ -153,6 +160,8 @@ def test_prompt_logprobs(executor, reference, chunks):
     for size in chunks:
         got = run(executor, Run(2, size), admit=admit)
         admit = []
+        if got.tokens:
+            token = got.tokens[2]
         if got.prompt_logprobs:
             start, more = got.prompt_logprobs[2]
             assert start == len(entries) + 1
@@ -160,19 +169,22 @@ def test_prompt_logprobs(executor, reference, chunks):
     assert len(entries) == len(PROMPT) - 1
     for position, entry in enumerate(entries):
         check_logprobs(entry, want[position], PROMPT[position + 1], 3)
-    assert not run(executor, Run(2, 1, ON_DEVICE)).prompt_logprobs
+    assert not run(executor, Run(2, 1, last(executor, token))).prompt_logprobs
 
 
 class TestResults:
     def test_come_in_the_order_of_the_plans(self, executor):
+        """With as many plans in flight as there may be, and each plan's results its own."""
+        prompts = [[3 + slot, 77, 12] for slot in range(4)]
+        alone = [generate(executor, prompt, 1)[0] for prompt in prompts]
         futures = []
-        admit = [admission(0, PROMPT, [0, 1, 2, 3])]
-        for step in range(4):
-            runs = [Run(0, len(PROMPT))] if step == 0 else [Run(0, 1, ON_DEVICE)]
-            futures.append(executor.submit(plan(runs, admit=admit if step == 0 else [], step=step + 7)))
+        for slot, prompt in enumerate(prompts):
+            admit = [admission(slot, prompt, [slot])]
+            futures.append(executor.submit(plan([Run(slot, 3)], admit=admit, step=slot + 7)))
             if len(futures) >= executor.max_in_flight:
                 futures[-executor.max_in_flight].result()
         assert [future.result().step_id for future in futures] == [7, 8, 9, 10]
+        assert [answer(future.result()).tokens for future in futures] == [{i: token} for i, token in enumerate(alone)]
 
     def test_echo_the_step_and_tell_its_time(self, executor):
         result = executor.submit(plan([Run(0, 2)], admit=[admission(0, [1, 2], [0])], step=41)).result()
@@ -215,9 +227,9 @@ class TestOneBadRow:
         got = run(executor, Run(2, 2, allowed=mask), Run(1, 11), admit=[poison, good])
         assert set(got.failures) == {2} and set(got.tokens) == {1}
         tokens = [got.tokens[1]]
-        tokens.append(run(executor, Run(1, 1, ON_DEVICE), release=[2]).tokens[1])
+        tokens.append(run(executor, Run(1, 1, last(executor, tokens[-1])), release=[2]).tokens[1])
         assert want[:2] == tokens
-        after = run(executor, Run(2, 2), Run(1, 1, ON_DEVICE), admit=[admission(2, [5, 6], [20])])
+        after = run(executor, Run(2, 2), Run(1, 1, last(executor, tokens[-1])), admit=[admission(2, [5, 6], [20])])
         assert after.tokens[1] == want[2] and not after.failures
 
 
@@ -251,8 +263,9 @@ class TestDeath:
     def test_the_future_says_who_and_why(self, executor):
         with pytest.raises(WorkerDied) as caught:
             executor.submit(self.broken_plan()).result()
-        assert caught.value.rank == 0 and "ValueError" in caught.value.cause
-        assert [status.state for status in executor.check_health()] == ["dead"]
+        states = [status.state for status in executor.check_health()]
+        assert "ValueError" in caught.value.cause and states[caught.value.rank] == "dead"
+        assert "ready" not in states
         with pytest.raises(WorkerDied):
             executor.submit(plan([Run(0, 1)], admit=[admission(0, [1], [0])])).result()
 
@@ -261,20 +274,31 @@ class TestDeath:
         with pytest.raises(WorkerDied):
             executor.submit(self.broken_plan()).result()
         executor.restart(1)
-        assert [status.state for status in executor.check_health()] == ["ready"]
+        assert {status.state for status in executor.check_health()} == {"ready"}
         assert generate(executor, epoch=1) == want
 
 
 class TestLife:
-    def test_layout_and_health(self, executor, fresh, model):
+    def test_layout_and_health(self, executor, kind, model):
         config = engine_config(model)
-        (status,) = executor.check_health()
-        assert (status.rank, status.state, status.device, status.layers, status.heads) == (0, "ready", "cpu", "0-3", 6)
-        assert psutil.pid_exists(status.pid)
-        assert set(status.memory) == {"weights", "kv_cache", "activations", "free"}
+        statuses = executor.check_health()
+        assert [(s.rank, s.state, s.device) for s in statuses] == [(r, "ready", "cpu") for r in range(len(kind.layers))]
+        assert tuple(s.layers for s in statuses) == kind.layers
+        assert tuple(s.heads for s in statuses) == kind.heads
+        assert len({s.pid for s in statuses}) == len(statuses)
         stored = (model / "model.safetensors").stat().st_size
-        assert 0.95 * stored < status.memory["weights"] <= stored  # the file has a header too
-        assert 0 < status.memory["kv_cache"] <= (config.cache.kv_cache_memory_bytes or 0)
+        # The file has a header too, and every rank norms of its own.
+        assert 0.95 * stored < sum(s.memory["weights"] for s in statuses) <= 1.05 * stored
+        for status in statuses:
+            assert psutil.pid_exists(status.pid)
+            assert set(status.memory) == {"weights", "kv_cache", "activations", "free"}
+            assert 0 < status.memory["kv_cache"] <= (config.cache.kv_cache_memory_bytes or 0)
+
+    def test_the_layout_is_what_all_ranks_can_hold(self, executor):
+        layout = executor.restart(1)
+        caches = [status.memory["kv_cache"] for status in executor.check_health()]
+        assert layout.blocks * layout.bytes_per_block == sum(caches)
+        assert (layout.block_size, layout.vocab_size) == (4, VOCAB)
 
     def test_progress_goes_from_nothing_to_all(self, fresh, model):
         seen: dict[str, list[float]] = {}
@@ -284,13 +308,17 @@ class TestLife:
             assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0) and min(shares) >= 0
 
     def test_close_is_idempotent_and_leaves_nothing(self, fresh, model):
+        fresh.start(engine_config(model))  # once before, for what is made once and stays
+        fresh.close()
         children, files = set(psutil.Process().children(recursive=True)), len(os.listdir("/proc/self/fd"))
+        threads = threading.active_count()
         fresh.start(engine_config(model))
         generate(fresh, count=2)
         fresh.close()
         fresh.close()
         assert set(psutil.Process().children(recursive=True)) <= children
         assert not multiprocessing.active_children()
+        assert threading.active_count() <= threads
         assert len(os.listdir("/proc/self/fd")) <= files
         assert fresh.check_health() == []
 

@@ -85,6 +85,8 @@ class Script:
     max_len: int
     epoch: int = 0
     step: int = 0
+    on_device: bool = True
+    """Whether a plan may leave the last token where it was drawn."""
     requests: list[Request] = field(default_factory=list)
     expect: list[tuple[Request, np.ndarray | None]] = field(default_factory=list)
 
@@ -196,7 +198,7 @@ class Script:
             return None
         last = NO_TOKEN
         if request.unsent:
-            last = request.tokens[-1] if self.rng.random() < 0.5 else ON_DEVICE
+            last = request.tokens[-1] if self.rng.random() < 0.5 or not self.on_device else ON_DEVICE
         request.blocks += new
         request.computed += count
         request.unsent = False
