@@ -30,10 +30,13 @@ def pack_mask(allowed: np.ndarray) -> np.ndarray:
     return np.packbits(padded, bitorder="little").view("<i4")
 
 
-def sample_rows(rows: list[Row], slots: list[int] | None = None) -> Sampled:
+def batch_of(
+    rows: list[Row], slots: list[int] | None = None, span: tuple[int, int] | None = None
+) -> tuple[SamplingTable, SamplingBatch]:
+    """What the sampler is called with, for a rank that has the logits of the tokens `span`."""
     vocab = len(rows[0].logits)
     slots = slots or list(range(len(rows)))
-    table = SamplingTable(max(slots) + 1, vocab)
+    table = SamplingTable(max(slots) + 1, vocab, span)
     for slot, row in zip(slots, rows, strict=True):
         # The output comes token by token, so that counts are kept as they are in a running worker.
         table.admit(slot, row.state, np.array(row.prompt, np.int32), len(row.prompt))
@@ -50,6 +53,11 @@ def sample_rows(rows: list[Row], slots: list[int] | None = None) -> Sampled:
             len(masked), -(-vocab // 32)
         ),
     )
+    return table, batch
+
+
+def sample_rows(rows: list[Row], slots: list[int] | None = None) -> Sampled:
+    table, batch = batch_of(rows, slots)
     logits = torch.from_numpy(np.stack([row.logits for row in rows]).astype(np.float32))
     return sample(logits, table, batch)
 
