@@ -1,7 +1,8 @@
-"""Which of its addresses a node uses towards the others: the one the kernel's routes lead out from, or what it is told.
+"""Which of its addresses a node uses towards the others, and listening on that one only.
 
-Host names are not asked who "this machine" is: they resolve to 127.0.1.1 on many systems, and a machine has interfaces
-(container bridges, unplugged ports) that no peer can reach. `PHALANX_HOST_IP` overrules the choice. Sends nothing.
+Nodes other than 0 use the address that their connection to node 0 comes from: the kernel's routes have chosen it. Node
+0 uses what `--master-addr` says. A machine's own name is no evidence (it means 127.0.1.1 on many systems), nor is the
+list of its interfaces (container bridges, unplugged ports). `PHALANX_HOST_IP` overrules the choice. Sends nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +18,6 @@ _SOMEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses that belong to nobody (RFC 5737, RFC 3849): the way to them is the default route."""
 
 
-def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to `host`, a name or an address. Raises OSError when there is no way."""
-    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(target)  # for a datagram socket this only asks for the route
-        return str(probe.getsockname()[0])
-
-
 def address_of_node_0(master_addr: str, override: str | None) -> str:
     """The address that node 0 listens on: `override`, or what `--master-addr` means on this machine.
 
@@ -33,9 +26,18 @@ def address_of_node_0(master_addr: str, override: str | None) -> str:
     if override:
         return checked(override, "PHALANX_HOST_IP")
     try:
-        return str(ipaddress.ip_address(master_addr))
+        address = ipaddress.ip_address(master_addr)
     except ValueError:
-        pass
+        return _by_name(master_addr)
+    if address.is_unspecified:
+        raise ConfigError(
+            f"--master-addr {address} is no address that others could call, and would open this node to every network.",
+            fix="Name the one address of node 0 that the other nodes reach.",
+        )
+    return str(address)
+
+
+def _by_name(master_addr: str) -> str:
     try:
         found = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -23,7 +23,7 @@ import msgspec
 from phalanx import env
 from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
-from phalanx.distributed.transports.secure_stream import SecureStream, Unauthenticated
+from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.executor.interfaces import checked, shown
 from phalanx.executor.keys import derive, root_secret
@@ -58,6 +58,7 @@ JOIN_LIMIT_S = 600.0
 REPORT_S = 10.0
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0
+_SILENCE_S = 4 * BEAT_S
 
 Say = Callable[[str], None]
 """Shows a line of progress."""
@@ -113,10 +114,13 @@ class NodeAgent:
             signal.signal(number, _ask)
         try:
             self._serve(self._join())
-        except (_Over, PeerLost) as over:
-            if _silent(over):
-                raise self._network_lost(over) from None
+        except _Over:
             self._say("node 0 has ended, and so does this node.")
+        except PeerLost as error:
+            # A kernel that lives says at once that node 0's process has ended; one that does not has been silent.
+            if time.monotonic() - self._heard > _SILENCE_S:
+                raise self._network_lost(error) from None
+            self._say("node 0 has ended (the connection to it has), and so does this node.")
         except (Silent, GroupBroken, msgspec.DecodeError) as error:
             raise self._network_lost(error) from None
         except Asked as asked:
@@ -130,7 +134,7 @@ class NodeAgent:
 
     def _network_lost(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"Node 0 at {self._at} was lost: {str(error).rstrip('.')}.",
+            f"Node 0 at {self._at} was lost: {_sentence(error)}.",
             fix="Check the network between the nodes, then start all nodes again.",
         )
 
@@ -142,14 +146,12 @@ class NodeAgent:
         address = checked(host, "PHALANX_HOST_IP") if host else str(sock.getsockname()[0])
         self._door = ProbeDoor(self._node, address)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
-        stream = SecureStream(sock, self._never, f"node 0 at {self._at}")
+        stream = SecureStream(sock, self._never, "it")
         try:
             stream.handshake(derive(self._secret, "join"), client=True, encrypt=self._encrypt, timeout=_ANSWER_S)
-        except GroupBroken as error:
+        except GroupBroken:
             stream.close()
             why = "the transport keys differ, only one side encrypts, or something else listens there"
-            if isinstance(error, Unauthenticated):
-                why = "it has another transport key"
             raise ConfigError(
                 f"Node 0 at {self._at} turned this node away: {why}.",
                 fix="Set the same PHALANX_TRANSPORT_KEY (or none) and the same --encrypt-transport on every node.",
@@ -167,6 +169,7 @@ class NodeAgent:
             raise ConfigError(answer.message, fix=answer.fix)
         if not isinstance(answer, Welcome):
             raise ConfigError(f"What listens at {self._at} is not a node 0 of this version of Phalanx.")
+        self._heard = time.monotonic()
         self._session_key = derive(self._secret, "session", answer.session)
         self._door.open(self._session_key)
         self._say(f"joined node 0 ({answer.name}) at {self._at}; this node is {address}.")
@@ -292,6 +295,7 @@ def _ask(number: int, _: object) -> None:
     raise Asked(number)
 
 
-def _silent(error: Exception) -> bool:
-    """Whether the network, not node 0's kernel, ended the connection."""
-    return "not answered" in str(error) or "timed out" in str(error)
+def _sentence(error: Exception) -> str:
+    """For after a colon."""
+    text = str(error).rstrip(".")
+    return text[:1].lower() + text[1:]

@@ -162,7 +162,7 @@ class NodesLauncher:
             return
         if not self._counts:
             self._supervisor.start()  # it imports what ranks need while we wait
-            self._gather()
+            self.gather()
         for start in starts:
             node = self._node_of(start.rank)
             if node is not None and node.lost is not None:
@@ -225,8 +225,8 @@ class NodesLauncher:
 
     # -- before the ranks start
 
-    def _gather(self) -> None:
-        """Wait for all nodes and see that they fit. Raises ConfigError; the nodes have been told then."""
+    def gather(self) -> None:
+        """Wait for all nodes, see that they fit, and deal the ranks. Raises ConfigError; the nodes have been told."""
         try:
             self._await_nodes()
             ours = survey(self._config)
@@ -375,7 +375,7 @@ class NodesLauncher:
                 self._heard(node, decode_from_node(stream.receive(LIMIT)[1]))
         except (GroupBroken, msgspec.DecodeError) as error:
             if node is not None:
-                self._lose(node, str(error).rstrip("."))
+                self._lose(node, _uncapital(str(error).rstrip(".")))
         finally:
             stream.close()
 
@@ -392,7 +392,7 @@ class NodesLauncher:
             self._refuse(f"a caller from {peer}: it does not say which node it is")
             return None
         node = _Node(hello, stream, time.monotonic(), reader=threading.current_thread())
-        stream.peer = node.shown
+        stream.peer = "it"
         with self._changed:
             refusal = self._refusal(hello)
             if refusal is None:
@@ -461,9 +461,7 @@ class NodesLauncher:
                 return
             node.lost = node.lost or why
             self._changed.notify_all()
-        log.error(
-            "Lost %s: %s.%s", node.shown, node.lost, f" Its ranks: {self._ranks_of(node)}." if self._counts else ""
-        )
+        log.error("Lost %s%s: %s.", node.shown, f", with {self._ranks_of(node)}" if self._counts else "", node.lost)
 
     def _beat(self) -> None:
         while not self._closed:
@@ -521,3 +519,7 @@ def _numbers(nodes: list[int]) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def _uncapital(text: str) -> str:
+    return text[:1].lower() + text[1:]

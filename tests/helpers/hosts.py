@@ -52,7 +52,8 @@ def missing() -> str:
     return ""
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Raises CalledProcessError."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
 
 
@@ -111,18 +112,9 @@ class Host:
         self.processes.append(process)
         return process
 
-    @contextlib.contextmanager
-    def network(self) -> Iterator[None]:
+    def network(self) -> contextlib.AbstractContextManager[None]:
         """Sockets that this thread makes inside belong to this host; so do threads started inside."""
-        before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        here = os.open(NAMESPACES / self.namespace, os.O_RDONLY)
-        try:
-            _enter(here)
-            yield
-        finally:
-            _enter(before)
-            os.close(here)
-            os.close(before)
+        return inside(self.namespace)
 
     def pids(self) -> list[int]:
         """Everything that runs here."""
@@ -137,19 +129,19 @@ class Host:
         found = [line.split()[3].rpartition(":") for line in shown.stdout.splitlines()]
         return [(address.strip("[]"), int(port)) for address, _, port in found]
 
-    def add_dummy(self, name: str, address: str, *, up: bool = True) -> None:
+    def add_dead_end(self, name: str, address: str, *, up: bool = True) -> None:
         """An interface that leads nowhere, such as a container bridge or a port without a cable."""
-        _ip("-n", self.namespace, "link", "add", name, "type", "dummy")
-        _ip("-n", self.namespace, "addr", "add", address, "dev", name)
+        ip("-n", self.namespace, "link", "add", name, "type", "bridge")
+        ip("-n", self.namespace, "addr", "add", address, "dev", name)
         if up:
-            _ip("-n", self.namespace, "link", "set", name, "up")
+            ip("-n", self.namespace, "link", "set", name, "up")
 
     def cut(self) -> None:
         """Silence: nothing that is sent arrives, and nobody is told."""
-        _ip("-n", self.switch, "link", "set", self.name, "nomaster")
+        ip("-n", self.switch, "link", "set", self.name, "nomaster")
 
     def heal(self) -> None:
-        _ip("-n", self.switch, "link", "set", self.name, "master", "br0")
+        ip("-n", self.switch, "link", "set", self.name, "master", "br0")
 
     def signal_all(self, number: signal.Signals) -> None:
         for pid in self.pids():
@@ -171,7 +163,21 @@ class Host:
         for group in self.groups:
             with contextlib.suppress(OSError):
                 group.rmdir()
-        _ip("netns", "del", self.namespace)
+        ip("netns", "del", self.namespace)
+
+
+@contextlib.contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread's network is another one inside."""
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    there = os.open(NAMESPACES / namespace, os.O_RDONLY)
+    try:
+        _enter(there)
+        yield
+    finally:
+        _enter(before)
+        os.close(there)
+        os.close(before)
 
 
 def _enter(namespace: int) -> None:
@@ -200,19 +206,19 @@ def test_bed(count: int) -> Iterator[list[Host]]:
     bed = f"{PREFIX}{os.getpid()}x{next(_count)}"
     switch = f"{bed}s"
     hosts: list[Host] = []
-    _ip("netns", "add", switch)
+    ip("netns", "add", switch)
     try:
-        _ip("-n", switch, "link", "add", "br0", "up", "type", "bridge")
+        ip("-n", switch, "link", "add", "br0", "up", "type", "bridge")
         for index in range(count):
             host = Host(f"host{index}", index, f"{bed}h{index}", switch)
-            _ip("netns", "add", host.namespace)
+            ip("netns", "add", host.namespace)
             hosts.append(host)
             _plug(host, count)
         yield hosts
     finally:
         for host in hosts:
             host.close()
-        _ip("netns", "del", switch)
+        ip("netns", "del", switch)
 
 
 test_bed.__test__ = False  # type: ignore[attr-defined]
@@ -220,17 +226,17 @@ test_bed.__test__ = False  # type: ignore[attr-defined]
 
 def _plug(host: Host, count: int) -> None:
     ns, switch = host.namespace, host.switch
-    _ip("-n", switch, "link", "add", host.name, "type", "veth", "peer", "name", "eth0", "netns", ns)
-    _ip("-n", switch, "link", "set", host.name, "master", "br0", "up")
-    _ip("-n", ns, "link", "set", "lo", "up")
-    _ip("-n", ns, "link", "set", "eth0", "address", _mac(host.index), "up")
-    _ip("-n", ns, "addr", "add", f"{host.address}/24", "dev", "eth0")
-    _ip("-n", ns, "addr", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
+    ip("-n", switch, "link", "add", host.name, "type", "veth", "peer", "name", "eth0", "netns", ns)
+    ip("-n", switch, "link", "set", host.name, "master", "br0", "up")
+    ip("-n", ns, "link", "set", "lo", "up")
+    ip("-n", ns, "link", "set", "eth0", "address", _mac(host.index), "up")
+    ip("-n", ns, "addr", "add", f"{host.address}/24", "dev", "eth0")
+    ip("-n", ns, "addr", "add", f"{host.address6}/64", "dev", "eth0", "nodad")
     for other in range(count):
         if other != host.index:
             # Fixed neighbours: a host that is cut off is a black hole then, as one behind a router is.
             for address in (f"10.77.0.{10 + other}", f"fd77::{10 + other:x}"):
-                _ip("-n", ns, "neigh", "add", address, "lladdr", _mac(other), "dev", "eth0", "nud", "permanent")
+                ip("-n", ns, "neigh", "add", address, "lladdr", _mac(other), "dev", "eth0", "nud", "permanent")
 
 
 def _sweep() -> None:
