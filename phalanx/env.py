@@ -25,6 +25,12 @@ def host_ip() -> str | None:
     return os.environ.get("PHALANX_HOST_IP") or None
 
 
+def visible_gpus() -> list[int] | None:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, by number; None when it says nothing (or names them otherwise)."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [int(number) for number in named] if all(number.strip().isdigit() for number in named) else None
+
+
 def debug() -> bool:
     """`PHALANX_DEBUG=1`: user errors show their traceback."""
     return os.environ.get("PHALANX_DEBUG", "") not in ("", "0")

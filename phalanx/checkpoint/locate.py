@@ -72,6 +72,24 @@ def locate(model: str | None, *, revision: str | None = None, progress: Download
     return _from_folder(path, _folder_name(path)) if path.is_dir() else _from_file(path)
 
 
+def locate_config(
+    model: str | None, *, revision: str | None = None, progress: DownloadProgress | None = None
+) -> tuple[str, dict[str, Any]]:
+    """What `model` is called, and its configuration as in `Checkpoint.config`. A folder needs no weights, and of a
+    model on the hub none are fetched. Raises CheckpointError as `locate` does.
+    """
+    path = None if model is None else _local(model, revision)
+    if model is not None and path is None:
+        path = hub.fetch_snapshot(model, revision, progress, weights=False)
+    if path is not None and path.is_dir():
+        _check_links(path)
+        config = _read_json(path, "config.json")
+        if config is not None:
+            return _folder_name(path), config
+    checkpoint = locate(model, revision=revision, progress=progress)
+    return checkpoint.name, checkpoint.config
+
+
 def locate_tokenizer(tokenizer: str, *, revision: str | None = None, progress: DownloadProgress | None = None) -> Path:
     """The folder of a tokenizer's files: `tokenizer` itself, or what is fetched from the hub for it (no weights).
 

@@ -31,12 +31,13 @@ COMMANDS = {
     "generate": Command("phalanx.cli.generate:run", "Answer one prompt and exit."),
     "chat": Command("phalanx.cli.chat:run", "Talk to a model in the terminal."),
     "bench": Command("phalanx.cli.bench:run", "Measure latency or throughput."),
+    "plan": Command("phalanx.cli.plan:run", "Say how a model would be laid out over devices, and whether it fits."),
     "doctor": Command("phalanx.cli.doctor:run", "Check this machine and say what to mend."),
     "collect-env": Command("phalanx.cli.collect_env:run", "Print versions and hardware for a bug report."),
     "config": Command("phalanx.cli.config_command:run", "Check or show the effective configuration."),
 }
 
-_NOT_YET = frozenset({"plan", "cluster", "status", "top", "run-batch"})
+_NOT_YET = frozenset({"cluster", "status", "top", "run-batch"})
 
 
 def main(argv: list[str] | None = None) -> int:

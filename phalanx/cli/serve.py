@@ -13,7 +13,14 @@ line of a --config file; a flag wins over a variable, a variable over the file."
 
 def run(argv: list[str]) -> int:
     parser = Parser("serve", _DESCRIPTION, positional=True)
+    parser.own.add_argument(
+        "--dry-run", action="store_true", help="Say how the model would be laid out and whether it fits, and exit."
+    )
     chosen = settings(parser, argv)
+    if chosen.args.dry_run:
+        from phalanx.cli.plan import show
+
+        return show(chosen.config)
     parallel = chosen.config.parallel
     if parallel.headless:
         from phalanx.cli.headless import run_node

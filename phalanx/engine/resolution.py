@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 
 def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
-    """`config` without automatic values. Raises ConfigError, UnsupportedModel."""
+    """`config` without automatic values. Raises ConfigError, UnsupportedModel, and
+    NotEnoughMemory when the model cannot fit several ranks on this machine."""
     from phalanx.models.registry import read_spec
     from phalanx.planner.hardware import detect
+    from phalanx.planner.resolution import with_layout
 
-    return resolve(config, read_spec(checkpoint.config), detect())
+    spec = read_spec(checkpoint.config)
+    return with_layout(resolve(config, spec, detect()), spec)
 
 
 def for_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, str]:

@@ -45,7 +45,7 @@ class WorkerStatus(msgspec.Struct):
     """Half-open range, such as `0-30`."""
     heads: int
     memory: dict[str, int]
-    """Bytes: `weights`, `kv_cache`, `activations`, `free`."""
+    """Bytes: `weights`, `kv_cache`, `activations`, `free`; `kv_room` is the most that the cache could have here."""
 
 
 class WorkerDied(PhalanxError):

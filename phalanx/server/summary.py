@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from math import prod
 
-from phalanx.config import EngineConfig, ServerConfig
+from phalanx.config import EngineConfig, ParallelConfig, ServerConfig
 from phalanx.engine.client import EngineInfo, EngineStatus
+from phalanx.planner.report import binding_line, cache_lines, layout_line, memory_table, split_lines
 from phalanx.server.middleware import is_loopback
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 (compared with, not bound)
@@ -22,15 +24,19 @@ def summary(
     config: EngineConfig, info: EngineInfo, status: EngineStatus, names: tuple[str, ...], *, has_chat: bool
 ) -> str:
     """`config` is resolved and has the real port."""
-    device = "GPU" if info.device.startswith("cuda") else info.device.upper()
-    tokens = info.blocks * info.block_size
-    blocks = f"{_size(info.kv_bytes)}, {info.blocks:,} blocks of {info.block_size}"
     lines = [
         f"Model: {', '.join(names)} ({info.dtype} on {info.device}, loaded in {info.load_s:.1f} s)",
-        f"Layout: {_layout(info.mesh)}, executor {info.executor}",
-        f"{device} KV cache size: {tokens:,} tokens ({blocks})",
-        f"Maximum concurrency for {info.max_model_len:,} tokens per request: {tokens / info.max_model_len:.2f}x",
-        *_memory_table(status),
+        f"Layout: {_layout(config.parallel, info.mesh)}, executor {info.executor}",
+        *split_lines(config.parallel.tensor_weights, config.parallel.stage_layers),
+        *cache_lines(
+            info.device,
+            blocks=info.blocks,
+            block_size=info.block_size,
+            kv_bytes=info.kv_bytes,
+            max_model_len=info.max_model_len,
+        ),
+        *memory_table(status.workers),
+        *binding_line(status.workers),
         *_safety(config.server),
         "",
         "Try it:",
@@ -40,30 +46,12 @@ def summary(
     return "\n".join(lines)
 
 
-def _layout(mesh: dict[str, int]) -> str:
+def _layout(parallel: ParallelConfig, mesh: dict[str, int]) -> str:
+    if parallel.pipeline_tensor_sizes is not None:
+        return layout_line(parallel.widths)
     sizes = [f"{axis} {size}" for axis, size in mesh.items() if size > 1]
-    ranks = 1
-    for size in mesh.values():
-        ranks *= size
+    ranks = prod(mesh.values())
     return f"{ranks} worker{'s' if ranks > 1 else ''}" + (f" ({', '.join(sizes)})" if sizes else "")
-
-
-def _size(count: int) -> str:
-    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= step:
-            return f"{count / step:.1f} {unit}"
-    return f"{count} B"
-
-
-def _memory_table(status: EngineStatus) -> list[str]:
-    if not status.workers:
-        return []
-    columns = ("weights", "kv_cache", "activations", "free")
-    lines = ["Memory:  rank  device  layers    " + "".join(f"{name.replace('_', ' '):>13}" for name in columns)]
-    for worker in status.workers:
-        sizes = "".join(f"{_size(worker.memory[name]) if name in worker.memory else '-':>13}" for name in columns)
-        lines.append(f"         {worker.rank:<4}  {worker.device:<6}  {worker.layers:<8}  {sizes}")
-    return lines
 
 
 def _safety(server: ServerConfig) -> list[str]:

@@ -31,7 +31,7 @@ from phalanx.models.split import Split
 from phalanx.step import NO_TOKEN, Admission, Rows, SamplingState, StepPlan, StepResult, pack
 from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.limits import Memory, host_memory, usable_cores
-from phalanx.worker.memory import CacheSize, Needs, activation_bytes, cache_size, check_before_loading
+from phalanx.worker.memory import CacheSize, Needs, activation_bytes, cache_budget, cache_size, check_before_loading
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.request_table import RequestTable
 from phalanx.worker.stage_link import StageLink
@@ -85,6 +85,8 @@ class Worker:
         """Which attention backend runs, and why."""
         self._weights = 0
         self._activations = 0
+        self._kv_room = 0
+        """Bytes that the KV cache could have here; the ranks agree on what the tightest has."""
         self._checked = False
         self._decoder: Decoder | None = None
         self._pool: KVPool | None = None
@@ -140,7 +142,9 @@ class Worker:
             return CacheSize(self._pool.blocks, self.cache_reason)
         if self.device.type == "cuda":
             self._activations = self._measured_activations(decoder)
-        size = cache_size(self._needs(), self._memory(), self.config.cache, device=self.device.type)
+        memory, cache = self._memory(), self.config.cache
+        size = cache_size(self._needs(), memory, cache, device=self.device.type)
+        self._kv_room = cache_budget(memory, self._activations, cache, device=self.device.type)[0]
         self.cache_reason = size.reason
         return size
 
@@ -213,6 +217,7 @@ class Worker:
                 "kv_cache": self._pool.nbytes if self._pool is not None else 0,
                 "activations": self._activations,
                 "free": self._memory().available,
+                "kv_room": self._kv_room,
             },
         )
 

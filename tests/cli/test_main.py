@@ -72,7 +72,7 @@ def test_version(capsys):
         (["collect_evn"], "Did you mean 'phalanx collect-env'?"),
         (["xyzzy"], "lists the commands"),
         (["--frobnicate"], "Unknown flag"),
-        (["plan"], "not in this version"),
+        (["cluster"], "not in this version"),
         (["serve", "--prot", "80"], "Did you mean --port?"),
         (["serve", "--max-modle-len=4"], "Did you mean --max-model-len?"),
         (["serve", "one", "two"], "Unexpected argument 'two'"),

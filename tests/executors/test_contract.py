@@ -291,7 +291,7 @@ class TestLife:
         assert 0.95 * stored < sum(s.memory["weights"] for s in statuses) <= 1.05 * stored
         for status in statuses:
             assert psutil.pid_exists(status.pid)
-            assert set(status.memory) == {"weights", "kv_cache", "activations", "free"}
+            assert set(status.memory) == {"weights", "kv_cache", "activations", "free", "kv_room"}
             assert 0 < status.memory["kv_cache"] <= (config.cache.kv_cache_memory_bytes or 0)
 
     def test_the_layout_is_what_all_ranks_can_hold(self, executor):

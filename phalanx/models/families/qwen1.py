@@ -24,6 +24,8 @@ from phalanx.models.spec import (
 
 _KEYS = {"num_key_value_heads": "num_attention_heads", "head_dim": "kv_channels", "embedding_size": "hidden_size"}
 
+_SWITCHES: dict[str, CheckpointType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 
 def read(fields: Fields) -> DecoderSpec:
     if not fields.boolean("no_bias", True):
@@ -54,10 +56,11 @@ def read(fields: Fields) -> DecoderSpec:
 
 
 def _dtype(fields: Fields) -> CheckpointType:
-    """The family's own configs name their type by three switches."""
-    if fields.boolean("bf16", False):
-        return "bfloat16"
-    return "float16" if fields.boolean("fp16", False) else fields.dtype()
+    """The family's own configs name their type by three switches; with none set, the weights are bfloat16."""
+    for switch, dtype in _SWITCHES.items():
+        if fields.boolean(switch, False):
+            return dtype
+    return fields.dtype() if fields.values.get("dtype") or fields.values.get("torch_dtype") else "bfloat16"
 
 
 def weights(spec: DecoderSpec) -> WeightTable:

@@ -1,0 +1,106 @@
+"""From a configuration to a layout: what a start uses, and what a dry run prints. Reads no weights.
+
+Devices are those that the user declares, else those of this machine; what other machines have is not known here, and
+their ranks then get equal shares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+
+from phalanx import env
+from phalanx.config import EngineConfig, ParallelConfig, resolve
+from phalanx.errors import ConfigError
+from phalanx.models.registry import read_spec
+from phalanx.models.spec import DecoderSpec
+from phalanx.planner import report, search
+from phalanx.planner.devices import Device, declared, of_this_machine
+from phalanx.planner.hardware import detect
+from phalanx.planner.memory import Demand
+from phalanx.planner.search import Plan
+from phalanx.worker.limits import Memory, host_memory
+
+_UNKNOWN = Memory(2**60, 2**60)
+_SHOWN = 3
+"""Plans that a dry run names beside the one it takes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """The hardware that a configuration is resolved for."""
+
+    device: str
+    native_bfloat16: bool
+
+
+def with_layout(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
+    """`config` (resolved) with its splits written out; with several declared devices and no sizes, also the sizes.
+
+    Raises ConfigError when the model cannot be split like that, NotEnoughMemory when it does not fit several ranks
+    whose devices are known (a single rank says so itself).
+    """
+    parallel, devices = config.parallel, _declared(config)
+    if parallel.world_size == 1 and len(devices) < 2:
+        return config
+    known = devices or _of_this_machine(config)
+    plan, _ = _decide(config, spec, known or (Device("-", config.model.device, _UNKNOWN),) * parallel.world_size)
+    if known and plan.budget.layout.world_size > 1:
+        report.check_fits(plan, known)
+    return dataclasses.replace(config, parallel=_written_out(parallel, plan))
+
+
+def dry_run(config: EngineConfig, name: str, model_config: dict[str, object]) -> list[str]:
+    """The lines of a plan for the model that `model_config` (of config.json) describes. Starts nothing.
+
+    Raises ConfigError, and NotEnoughMemory with what is missing and what would fit.
+    """
+    spec, devices = read_spec(model_config), _declared(config)
+    machine = detect()
+    config = resolve(config, spec, _Facts(devices[0].kind if devices else machine.device, machine.native_bfloat16))
+    known = devices or _of_this_machine(config)
+    if not known:
+        raise ConfigError(
+            "What devices the ranks would have is not known.", fix="Describe them: --declare-device name=a10,memory=24G"
+        )
+    plan, others = _decide(config, spec, known)
+    report.check_fits(plan, known)
+    return report.plan_lines(name, plan, others[:_SHOWN], unused=len(known) - len(plan.devices))
+
+
+def _decide(config: EngineConfig, spec: DecoderSpec, devices: tuple[Device, ...]) -> tuple[Plan, list[Plan]]:
+    """The plan, and others that were worse where the layout was chosen here. Raises ConfigError."""
+    parallel, demand = config.parallel, Demand.of(spec, config)
+    ranks = parallel.world_size
+    if ranks == 1 and len(devices) > 1:
+        best, *others = search.choose(demand, devices)
+        return best, others
+    if len(devices) < ranks:
+        raise ConfigError(
+            f"The layout has {report.layout_line(parallel.widths)}, but there are {len(devices)} devices.",
+            fix="Declare more devices, or choose a smaller layout.",
+        )
+    return search.lay_out(demand, parallel, devices[:ranks]), []
+
+
+def _declared(config: EngineConfig) -> tuple[Device, ...]:
+    kind = None if config.model.device == "auto" else config.model.device
+    return declared(config.parallel.declare_device, kind=kind)
+
+
+def _of_this_machine(config: EngineConfig) -> tuple[Device, ...]:
+    """One device a rank; none where they are elsewhere, or the GPUs cannot be asked."""
+    parallel = config.parallel
+    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+        return ()
+    ranks, kind = parallel.world_size, config.model.device
+    return of_this_machine(kind, ranks, host_memory(), node=platform.node(), gpus=env.visible_gpus()) or ()
+
+
+def _written_out(parallel: ParallelConfig, plan: Plan) -> ParallelConfig:
+    several = plan.budget.layout.world_size > 1
+    backend = parallel.distributed_executor_backend
+    return dataclasses.replace(
+        search.resolved(parallel, plan.budget.layout),
+        distributed_executor_backend="mp" if several and backend == "inprocess" else backend,
+    )
