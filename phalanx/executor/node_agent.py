@@ -116,13 +116,16 @@ class NodeAgent:
             self._serve(self._join())
         except _Over:
             self._say("node 0 has ended, and so does this node.")
-        except PeerLost as error:
+        except PeerLost:
             # A kernel that lives says at once that node 0's process has ended; one that does not has been silent.
-            if time.monotonic() - self._heard > _SILENCE_S:
-                raise self._network_lost(error) from None
+            silent = time.monotonic() - self._heard
+            if silent > _SILENCE_S:
+                words = f"nothing has come from it for {silent:.0f} s: it is down, or the network is"
+                raise self._network_lost(words) from None
             self._say("node 0 has ended (the connection to it has), and so does this node.")
         except (Silent, GroupBroken, msgspec.DecodeError) as error:
-            raise self._network_lost(error) from None
+            text = str(error).rstrip(".")
+            raise self._network_lost(text[:1].lower() + text[1:]) from None
         except Asked as asked:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda n, _: os._exit(128 + n))
@@ -132,9 +135,9 @@ class NodeAgent:
             self._clear()
         return 0
 
-    def _network_lost(self, error: Exception) -> ConfigError:
+    def _network_lost(self, why: str) -> ConfigError:
         return ConfigError(
-            f"Node 0 at {self._at} was lost: {_sentence(error)}.",
+            f"Node 0 at {self._at} was lost: {why}.",
             fix="Check the network between the nodes, then start all nodes again.",
         )
 
@@ -293,9 +296,3 @@ class NodeAgent:
 
 def _ask(number: int, _: object) -> None:
     raise Asked(number)
-
-
-def _sentence(error: Exception) -> str:
-    """For after a colon."""
-    text = str(error).rstrip(".")
-    return text[:1].lower() + text[1:]

@@ -375,7 +375,7 @@ class NodesLauncher:
                 self._heard(node, decode_from_node(stream.receive(LIMIT)[1]))
         except (GroupBroken, msgspec.DecodeError) as error:
             if node is not None:
-                self._lose(node, _uncapital(str(error).rstrip(".")))
+                self._lose(node, _why(node, error))
         finally:
             stream.close()
 
@@ -521,5 +521,10 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _uncapital(text: str) -> str:
+def _why(node: _Node, error: Exception) -> str:
+    """A kernel that lives says at once that a process has ended; one that says nothing is not there, or not reached."""
+    silent = time.monotonic() - node.heard
+    if silent > 4 * BEAT_S:
+        return f"nothing has come from it for {silent:.0f} s: it is down, or the network is"
+    text = str(error).rstrip(".")
     return text[:1].lower() + text[1:]

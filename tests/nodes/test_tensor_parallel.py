@@ -1,0 +1,120 @@
+"""One tensor group over two hosts that serve together: equal to one rank, listening where it should, and, at last, cut.
+
+The tests of this file share one cluster, in this order.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.helpers.hosts import Host
+from tests.helpers.node_cluster import Cluster
+from tests.helpers.one_rank import continuations
+from tests.helpers.processes import wait_until
+
+PROMPTS = ("hello there", "the quick brown fox", "1 2 3 4 5 6 7 8 9")
+TOKENS = 48
+
+
+@pytest.fixture(scope="module")
+def cluster(lasting_hosts: list[Host], tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The hosts have a container bridge with one address, a port without a cable, and names that mean loopback."""
+    for host in lasting_hosts:
+        host.add_dead_end("docker0", "172.17.0.1/16")
+        host.add_dead_end("eth9", "10.77.0.99/24", up=False)
+    folder = tmp_path_factory.mktemp("cluster")
+    env = {"PHALANX_TRANSPORT_KEY": "open sesame"}
+    cluster = Cluster(lasting_hosts, folder, str(tiny), "-tp", "2", "--dtype", "float32", env=env)
+    try:
+        for rank, host in enumerate(lasting_hosts):
+            cluster.start(rank, hosts_file=f"127.0.0.1 localhost\\n127.0.1.1 {host.name}\\n")
+        cluster.nodes[0].says("Ready: ")
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def test_equal_to_one_rank(cluster: Cluster, tiny: Path) -> None:
+    expected = continuations(str(tiny), PROMPTS, TOKENS)
+    assert [cluster.complete(prompt, TOKENS) for prompt in PROMPTS] == expected
+
+
+def test_what_it_says(cluster: Cluster) -> None:
+    head, other = cluster.nodes[0].output, cluster.nodes[1].output
+    assert "rank 0 on node 0, rank 1 on node 1 (host1, 10.77.0.11)" in head
+    assert "share every layer across nodes" in head, "a tensor group across nodes gets a warning"
+    assert "No transport key" not in head + other
+    assert "open sesame" not in head + other
+    assert "Node 1 of 2: joined node 0 (host0) at 10.77.0.10:29500; this node is 10.77.0.11." in other
+    assert "starting rank 1 here" in other
+
+
+def test_one_rank_a_host(cluster: Cluster) -> None:
+    with cluster.hosts[0].network():
+        status = httpx.get("http://127.0.0.1:8000/status").json()
+    workers = {worker["rank"]: worker for worker in status["workers"]}
+    assert {rank: worker["node"] for rank, worker in workers.items()} == {0: "host0", 1: "host1"}
+    for rank, host in enumerate(cluster.hosts):
+        assert workers[rank]["pid"] in host.pids()
+
+
+def test_nothing_listens_to_every_network(cluster: Cluster) -> None:
+    listening = {host.name: host.listening() for host in cluster.hosts}
+    assert {address for address, _ in listening["host0"]} == {"127.0.0.1", "10.77.0.10"}
+    assert [port for address, port in listening["host0"] if address == "127.0.0.1"] == [8000]
+    assert {address for address, _ in listening["host1"]} == {"10.77.0.11"}
+    assert len(listening["host1"]) == 1, "only the rank's own door"
+
+
+def test_a_rank_of_another_node_is_replaced(cluster: Cluster, tiny: Path) -> None:
+    """Killed in the middle of an answer: the answer goes on as if nothing had happened."""
+    with cluster.hosts[0].network():
+        workers = httpx.get("http://127.0.0.1:8000/status").json()["workers"]
+    pid = next(worker["pid"] for worker in workers if worker["rank"] == 1)
+    answers: list[str] = []
+    asking = threading.Thread(target=lambda: answers.append(cluster.complete(PROMPTS[0], 200)))
+    asking.start()
+    time.sleep(0.3)
+    os.kill(pid, signal.SIGKILL)
+    asking.join(30)
+    assert answers == continuations(str(tiny), PROMPTS[:1], 200)
+    cluster.nodes[1].says(r"rank 1 has ended: it was killed by SIGKILL", 5)
+
+
+def test_cut(cluster: Cluster) -> None:
+    """The network falls silent: a clear error within five seconds, on both sides, and nothing is left."""
+    failures: list[tuple[float, str]] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(1000):
+                cluster.complete(PROMPTS[0], 100, timeout=20)
+        except httpx.HTTPStatusError as error:
+            failures.append((time.monotonic(), error.response.text))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    time.sleep(0.5)
+    begin = time.monotonic()
+    cluster.hosts[1].cut()
+    asking.join(20)
+    at, text = failures[0]
+    assert at - begin < 6
+    assert re.search(
+        r"node 1 \(host1, 10\.77\.0\.11\) was lost, with rank 1: nothing has come from it for \d s", text
+    ), text
+    assert cluster.nodes[1].ends(max(0.1, begin + 6 - time.monotonic())) == 1
+    assert "Node 0 at 10.77.0.10:29500 was lost: nothing has come from it for" in cluster.nodes[1].output
+    assert wait_until(lambda: not cluster.hosts[1].pids(), 5)
+    cluster.nodes[0].process.send_signal(signal.SIGTERM)
+    assert cluster.nodes[0].ends(10) == 0
+    assert cluster.nothing_left()
