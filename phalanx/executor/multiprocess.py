@@ -96,6 +96,12 @@ class SupervisorProcess:
             self._heard.wait_for(lambda: process.cause is not None, wait)
             return process.cause
 
+    def pid(self, rank: int) -> int:
+        """0 while it is not known."""
+        with self._heard:
+            process = self._ranks.get(rank)
+            return 0 if process is None else process.pid
+
     def clear(self) -> None:
         """End all ranks; the supervisor stays."""
         with self._heard:

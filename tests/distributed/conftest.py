@@ -1,0 +1,23 @@
+"""One supervisor for all tests of ranks as processes, so that torch is imported once, and one small model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.executor.multiprocess import SupervisorProcess
+from tests.helpers.worker_model import write_model
+
+
+@pytest.fixture(scope="session")
+def supervisor() -> Iterator[SupervisorProcess]:
+    process = SupervisorProcess(zygote=True)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def rank_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
