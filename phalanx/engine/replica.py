@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
+from phalanx import env
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, request_error
 from phalanx.engine.core_messages import (
@@ -126,17 +127,23 @@ class Replica:
         """The engine process, None before `spawn`."""
         return None if self._process is None else self._process.pid
 
-    def spawn(self) -> None:
-        """Start the process; it imports what it needs and waits. Call it on the event loop's thread: on Linux the
-        process ends with the thread that started it."""
+    def spawn(self, *, ranks: bool = False) -> None:
+        """Start the process; it imports what it needs and waits. `ranks` says that processes of their own will compute.
+        Call it on the event loop's thread: on Linux the process ends with the thread that started it."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "phalanx.engine.core"]  # -P: the current folder is no place for modules
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        command += ["--ranks"] if ranks else []
         with theirs:
             # Standard output is the caller's; whatever libraries print goes to standard error. A process group of its
             # own: Ctrl-C on a terminal reaches this process alone, also while the new one is not yet able to ignore it.
             self._process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2, process_group=0
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                process_group=0,
+                env=env.for_engine(),
             )
         self._socket = ours
 

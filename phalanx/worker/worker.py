@@ -29,6 +29,7 @@ from phalanx.models.shares import kv_bytes_per_token, weight_bytes
 from phalanx.models.spec import DecoderSpec
 from phalanx.models.split import Split
 from phalanx.step import NO_TOKEN, Admission, Rows, SamplingState, StepPlan, StepResult, pack
+from phalanx.worker.arithmetic import check_products
 from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.limits import Memory, host_memory, usable_cores
 from phalanx.worker.memory import CacheSize, Needs, activation_bytes, cache_budget, cache_size, check_before_loading
@@ -113,6 +114,8 @@ class Worker:
         if not self._checked:
             self.check_memory()
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+        if self.device.type == "cpu":
+            check_products(DTYPES[self.config.model.dtype])
         model = self.config.model
         attention = attention_registry.choose(self.device.type)
         self.attention_reason = f"{attention.backend.name}: {attention.reason}"

@@ -1,0 +1,20 @@
+"""What the environment of the processes that we start is made of."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx import env
+
+
+def test_threads_of_an_engine_spin_briefly_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert env.for_engine()["GOMP_SPINCOUNT"] == "1000"
+    assert env.for_engine()["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert env.for_engine()["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "GOMP_SPINCOUNT" not in env.for_engine()
