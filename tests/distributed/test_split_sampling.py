@@ -234,7 +234,10 @@ def test_vocabulary_smaller_than_the_candidates() -> None:
     """Then every rank says all it knows, and nothing is ever gathered."""
     rng = np.random.default_rng(9)
     for size, ranks in ((7, 2), (131, 3), (5, 5)):
-        rows = [Row(random_logits(rng, size, 0.3), SamplingState(seed=i, logprobs=i % 9)) for i in range(40)]
+        rows = [
+            Row(random_logits(rng, size, 0.3), SamplingState(seed=i, logprobs=i % 9, min_p=1e-6 * (i % 2)))
+            for i in range(40)
+        ]
         outcome = check(rows, Partition.even(size, ranks))
         assert outcome.gathered == 0
 
@@ -255,6 +258,16 @@ def test_logprobs_of_any_number(num_top: int) -> None:
         assert [name for name, _ in outcome.calls if name == "all_reduce"] == ["all_reduce"] * (num_top < 640)
 
 
+def test_logprobs_of_tokens_that_cannot_be() -> None:
+    """Models may rule tokens out themselves; those come last, by id, whichever rank has them."""
+    rng = np.random.default_rng(13)
+    rows = [Row(random_logits(rng, 61), SamplingState(seed=i, logprobs=61)) for i in range(6)]
+    for row in rows:
+        row.logits[rng.choice(61, 20, replace=False)] = -np.inf
+    for cut in (Partition(61, ((0, 3), (3, 60), (60, 61))), Partition.even(61, 2)):
+        check(rows, cut)
+
+
 @pytest.mark.parametrize("where", [0, 350, 700])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.filterwarnings("error")
@@ -267,6 +280,7 @@ def test_rows_that_are_no_numbers_fail_alone_and_everywhere(where: int, value: f
     ]
     for bad in (2, 5):
         rows[bad].logits[where] = value
+    rows[5] = replace(rows[5], allowed_by_grammar=np.arange(701) == 123)  # hides the number, not the failure
     nothing = np.zeros(701, np.bool_)
     rows[6] = replace(rows[6], allowed_by_grammar=nothing)
     rows[7] = replace(rows[7], allowed_by_grammar=nothing)
