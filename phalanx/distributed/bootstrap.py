@@ -6,7 +6,7 @@ axis of the mesh: shared memory where all members are on one node, TCP otherwise
 opens to the higher ones, so nobody waits in a circle. All callers are heard at the same time: those without the key,
 or who say nothing, are turned away and counted, and hold nobody up.
 
-Starts no thread and no process. Ranks on GPUs get NCCL groups (`transports.nccl`) over the same roster.
+Starts no thread and no process, but for groups on GPUs (`transports.nccl`), which are made over those of the host.
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ class Meeting:
 
 class Door:
     """This rank's listening sockets. `host` is the address that other nodes reach it by; None stays on the node.
+    `device` tells its GPU from others (a UUID); empty when its tensors are the host's.
 
     Raises OSError when `host` is not an address of this node.
     """
 
-    def __init__(self, rank: int, host: str | None):
+    def __init__(self, rank: int, host: str | None, device: str = ""):
         self.refused = 0
         """Callers that did not have the key."""
         name = f"phalanx-{secrets.token_hex(16)}"
@@ -95,7 +96,7 @@ class Door:
             port = self.sockets[1].getsockname()[1]
         for listener in self.sockets:
             listener.setblocking(False)
-        self.address = Address(rank, node_id(), name, host or "", port)
+        self.address = Address(rank, node_id(), name, host or "", port, device)
 
     def close(self) -> None:
         for listener in self.sockets:
@@ -106,6 +107,7 @@ def connect_groups(
     mesh: Mesh, door: Door, roster: Sequence[Address], meeting: Meeting, abort: Abort, *, crowded: bool
 ) -> Groups:
     """This rank's groups. `roster[r]` is rank r's address; `crowded`: more ranks than cores on this node (do not spin).
+    Where all members of a group have GPUs it exchanges this process's current device's tensors, else the host's.
 
     Raises GroupBroken when a peer cannot be reached or does not come, naming both ranks. Leaves nothing open then.
     """
@@ -127,6 +129,8 @@ def connect_groups(
         for axis, ranks in members.items():
             mine = {ranks.index(peer): stream for (a, peer), stream in streams.items() if a == axis}
             groups[axis] = _make(ranks, rank, mine, roster, meeting, abort, crowded)
+        for axis, ranks in members.items():
+            groups[axis] = _on_devices(groups[axis], ranks, roster, abort, meeting.exchange_timeout)
     except BaseException:
         for stream in streams.values():
             stream.close()
@@ -364,6 +368,24 @@ def _make(
         for fd in fds:
             os.close(fd)
         raise GroupBroken(f"Rank {rank} cannot map shared memory: {error.strerror or error}.") from None
+
+
+def _on_devices(
+    group: Group, ranks: Sequence[int], roster: Sequence[Address], abort: Abort, timeout: float | None
+) -> Group:
+    """NCCL where every member has a GPU of its own, through the host where they share one."""
+    devices = [roster[r].device for r in ranks]
+    if len(ranks) == 1 or not all(devices):
+        return group
+    import torch
+
+    from phalanx.distributed.transports.nccl import StagedGroup, connect_nccl
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    if len(set(devices)) < len(devices) or not torch.distributed.is_nccl_available():
+        return StagedGroup(group, device)
+    host = "127.0.0.1" if _local(ranks, roster) else roster[ranks[0]].host
+    return connect_nccl(group, ranks, device, host, abort, timeout)
 
 
 def close_groups(groups: Groups) -> None:

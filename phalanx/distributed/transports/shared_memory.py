@@ -38,14 +38,12 @@ from phalanx.distributed.transports.sums import (
     slices,
 )
 
-SLOT = 1 << 20
+SLOT = 1 << 21
 """Bytes a rank can hand over in one round."""
 
-_PIECE = 1 << 18
-"""Bytes of a large sum that go in one round: what is handed over is still in the cache when it is taken."""
-
-_WHOLE_SUM = 1 << 15
-"""Up to this many bytes every rank adds everything up itself; above, each adds up a slice and the slices are shared."""
+_WHOLE_SUM = 1 << 19
+"""Up to this many bytes of all ranks together, every rank adds everything up itself, in one round; above, each adds up
+a slice and the slices are shared."""
 
 _SMALL_SHAPES = 512
 
@@ -65,6 +63,7 @@ class SharedMemoryGroup:
         self._sent = [0] * self.size
         self._received = [0] * self.size
         self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._sliced: dict[tuple[int, torch.dtype], list[list[tuple[torch.Tensor, ...]]]] = {}
         self._small: dict[tuple[torch.Size, torch.dtype], tuple[int, list[list[torch.Tensor]]]] = {}
 
     @classmethod
@@ -157,7 +156,7 @@ class SharedMemoryGroup:
         known = self._small.get((tensor.shape, tensor.dtype))
         if known is None or not tensor.is_contiguous():
             nbytes = tensor.numel() * tensor.element_size()
-            if nbytes > _WHOLE_SUM or not nbytes:
+            if nbytes * self.size > _WHOLE_SUM or not nbytes:
                 return self._all_reduce_large(tensor, nbytes)
             tensor = tensor.contiguous()
             known = self._remember(tensor, nbytes)
@@ -182,22 +181,31 @@ class SharedMemoryGroup:
         """Each rank adds up one slice of every piece."""
         out = tensor.contiguous()
         flat, what = out.view(-1), _what(ALL_REDUCE, out.dtype, nbytes)
-        step = _PIECE // out.element_size()
-        for start in range(0, max(flat.numel(), 1), step):
-            piece = flat[start : start + step]
-            bounds = slices(piece.numel(), self.size)
-            first, last = bounds[self.rank]
-            slot = self._slot(self._next, self.rank, piece.dtype)
-            slot[:first].copy_(piece[:first])
-            slot[last : piece.numel()].copy_(piece[last:])
-            parity = self._exchange(what)
-            parts = [self._slot(parity, r, piece.dtype)[first:last] for r in range(self.size)]
-            parts[self.rank] = piece[first:last]
-            add_up(parts, self._slot(self._next, self.rank, piece.dtype)[first:last])
-            parity = self._exchange(what)
-            for r, (a, b) in enumerate(bounds):
-                piece[a:b].copy_(self._slot(parity, r, piece.dtype)[a:b])
+        me, ranks = self.rank, range(self.size)
+        for piece in torch.split(flat, SLOT // out.element_size()):
+            lengths = [b - a for a, b in slices(piece.numel(), self.size)]
+            views = self._slices(lengths, piece.dtype)
+            mine = torch.split(piece, lengths)
+            slot = views[self._next][me]
+            for r in self._others:
+                slot[r].copy_(mine[r])
+            slots = views[self._exchange(what)]
+            add_up([mine[r] if r == me else slots[r][me] for r in ranks], views[self._next][me][me])
+            slots = views[self._exchange(what)]
+            for r in ranks:
+                mine[r].copy_(slots[r][r])
         return out
+
+    def _slices(self, lengths: list[int], dtype: torch.dtype) -> list[list[tuple[torch.Tensor, ...]]]:
+        """By parity and rank: the front of the slot in slices, one a rank. Kept: pieces have few lengths."""
+        count = sum(lengths)
+        views = self._sliced.get((count, dtype))
+        if views is None:
+            if len(self._sliced) >= _SMALL_SHAPES:
+                self._sliced.clear()
+            slots = [[self._slot(parity, r, dtype)[:count] for r in range(self.size)] for parity in (0, 1)]
+            views = self._sliced[count, dtype] = [[torch.split(slot, lengths) for slot in half] for half in slots]
+        return views
 
     def all_gather(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
         mine = tensor.contiguous()
@@ -346,6 +354,7 @@ class SharedMemoryGroup:
         if self._segment.fd >= 0:
             self._segment.leave()
         self._views.clear()
+        self._sliced.clear()
         self._small.clear()
         self._segment.close()
 

@@ -26,6 +26,7 @@ from phalanx.distributed.transports.sums import (
     BROADCAST,
     DTYPES,
     GATHER,
+    OPERATIONS,
     SCATTER,
     SEND,
     TO_ALL,
@@ -167,7 +168,8 @@ class TcpGroup:
                 return
             if left <= 0:
                 late = ", ".join(str(self._ranks[r]) for r in waiting)
-                raise GroupBroken(f"waited {self._timeout:g} s for rank {late} in {_describe(kind, 0)}.")
+                doing = f"exchange {kind & _COUNT}, {OPERATIONS[kind >> 28]}"
+                raise GroupBroken(f"waited {self._timeout:g} s for rank {late} in {doing}.")
             for r in waiting:
                 self._streams[r].check_answers()
 
