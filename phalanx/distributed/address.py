@@ -25,3 +25,5 @@ class Address(msgspec.Struct, frozen=True):
     host: str = ""
     port: int = 0
     """0 when the rank is not reachable from other nodes."""
+    device: str = ""
+    """What tells this rank's GPU from all others; empty without one."""
