@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from phalanx.config import EngineConfig
 from phalanx.distributed.mesh import Mesh
-from phalanx.errors import ConfigError
 from phalanx.executor.base import Executor
 
+if TYPE_CHECKING:
+    from phalanx.executor.multiprocess import SupervisorProcess
 
-def make_executor(config: EngineConfig) -> Executor:
-    """Not started. Raises ConfigError for a layout that the model cannot be cut into, before any process starts, and
-    CheckpointError when the model cannot be read."""
+
+def make_executor(config: EngineConfig, *, supervisor: SupervisorProcess | None = None) -> Executor:
+    """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none. Raises
+    ConfigError for a layout that the model cannot be cut into, before any rank starts, and CheckpointError when the
+    model cannot be read."""
     parallel = config.parallel
+    if supervisor is not None and not parallel.forks_ranks:
+        supervisor.close()
+        supervisor = None
     backend = parallel.distributed_executor_backend
     if backend in (None, "inprocess"):
         from phalanx.executor.inprocess import InProcessExecutor
 
         return InProcessExecutor()
-    if backend != "mp":
-        raise ConfigError(f"--distributed-executor-backend {backend} is not in this version.", fix="Use mp.")
     from phalanx.executor.hub import Layout
     from phalanx.executor.multiprocess import multiprocess_executor
 
     layout = Layout(Mesh.of_widths(parallel.widths), parallel.tensor_weights, parallel.stage_layers)
     _check(config, layout.mesh)
+    if backend == "ray":
+        from phalanx.executor.ray import ray_executor
+
+        return ray_executor(config, layout)
     if parallel.nnodes > 1:
         from phalanx.executor.nodes import nodes_executor
 
         return nodes_executor(config, layout)
-    return multiprocess_executor(layout, device=config.model.device)
+    return multiprocess_executor(layout, device=config.model.device, supervisor=supervisor)
 
 
 def _check(config: EngineConfig, mesh: Mesh) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 
 import msgspec
 
@@ -17,7 +18,7 @@ from phalanx import env
 from phalanx.config import EngineConfig
 from phalanx.distributed.address import node_id
 from phalanx.errors import PhalanxError
-from phalanx.executor.interfaces import address_towards, checked
+from phalanx.executor.interfaces import checked
 from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorProcess, place_ranks
 from phalanx.executor.node_messages import Survey
@@ -80,9 +81,16 @@ class RankActor:
 
 def _address(towards: str) -> str:
     own = env.host_ip()
-    if own:
-        return checked(own, "PHALANX_HOST_IP")
+    return checked(own, "PHALANX_HOST_IP") if own else address_towards(towards)
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to the address `host`, as its routes have it; empty when there is no way. Sends
+    nothing."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return address_towards(towards, 9) if towards else ""
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
     except OSError:
         return ""

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-import shutil
+import secrets
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from typing import Any
 
 from phalanx import env
 from phalanx.errors import ConfigError
+from phalanx.executor.ray_reaper import MARK
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ _OBJECT_STORE_BYTES = 80_000_000
 _SHORT = "/tmp"  # noqa: S108 (mkdtemp makes the folder in it)
 
 _PROBE_S = 3.0
+_REAP_S = 6.0
 
 _LOCAL = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on these systems Ray keeps to the loopback interface; so do we on Linux
@@ -66,7 +71,7 @@ class RaySession:
         self.joined = False
         """By us; then `close` disconnects."""
         self.started = False
-        self._folder: str | None = None
+        self._reaper: subprocess.Popen[bytes] | None = None
         if self.ray.is_initialized():
             return
         address = _address()
@@ -81,26 +86,31 @@ class RaySession:
 
     def _start(self, cpus: float, gpus: float) -> None:
         # Short, because sockets lie below and their paths may have 107 characters.
-        self._folder = tempfile.mkdtemp(prefix="phalanx-ray-", dir=_SHORT if os.path.isdir(_SHORT) else None)
-        options: dict[str, Any] = {"num_gpus": int(-(-gpus // 1))} if gpus else {}
+        folder = tempfile.mkdtemp(prefix="phalanx-ray-", dir=_SHORT if os.path.isdir(_SHORT) else None)
+        mark = secrets.token_hex(16)
+        command = [sys.executable, "-P", "-m", "phalanx.executor.ray_reaper", mark, folder]
+        self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        options: dict[str, Any] = {"num_gpus": math.ceil(gpus)} if gpus else {}
         try:
-            with env.changed(**_LOCAL), _loopback():
+            with env.changed(**_LOCAL, **{MARK: mark}), _loopback():
                 self.ray.init(
                     address="local",
-                    num_cpus=max(os.cpu_count() or 1, int(-(-cpus // 1))),
+                    num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     log_to_driver=False,
                     configure_logging=False,
                     _node_ip_address="127.0.0.1",
-                    _temp_dir=self._folder,
+                    _temp_dir=folder,
                     **options,
                 )
-        except Exception as error:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        except BaseException as error:
+            self._clean_up()
+            if not isinstance(error, Exception):
+                raise
             raise ConfigError(f"A local Ray cluster could not be started: {_line(error)}.") from error
         self.started = True
-        log.debug("started a local Ray cluster in %s", self._folder)
+        log.debug("started a local Ray cluster in %s", folder)
 
     def close(self) -> None:
         """Idempotent."""
@@ -108,9 +118,14 @@ class RaySession:
             self.joined = self.started = False
             with _quietly():
                 self.ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
+        self._clean_up()
+
+    def _clean_up(self) -> None:
+        reaper, self._reaper = self._reaper, None
+        if reaper is not None and reaper.stdin is not None:
+            reaper.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                reaper.wait(_REAP_S)
 
 
 def _address() -> str | None:

@@ -1,0 +1,338 @@
+"""Places for ranks on a Ray cluster: a placement group with an actor for each rank, replaced when one is lost.
+
+    join or start Ray ── look, arrange, reserve ── start actors ── hear who and where they are
+
+Where this process runs inside a placement group, that group's bundles are used. An actor that died is replaced in its
+bundle, or on another node in a group of its own; no group is removed while an actor in it lives. What the ranks in
+these places do is the launcher's business (`ray`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import platform
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from phalanx import env
+from phalanx.config import EngineConfig, ParallelConfig
+from phalanx.distributed.address import node_id
+from phalanx.distributed.mesh import Mesh
+from phalanx.errors import ConfigError
+from phalanx.executor.base import WorkerDied
+from phalanx.executor.interfaces import checked
+from phalanx.executor.placement import Arrangement, Demand, NoRoom, Site, arrange, ray_strategy, refusal
+from phalanx.executor.ray_rank import Introduction, RankActor, address_towards
+from phalanx.executor.ray_session import RaySession
+from phalanx.executor.ray_view import RayView
+
+log = logging.getLogger(__name__)
+
+PLACE_S = 8.0
+"""Seconds to find a place while others are letting go of theirs."""
+_TRY_S = 2.0
+"""Seconds for Ray to reserve what was free when we looked."""
+_ACTOR_S = 90.0
+_KILL_S = 5.0
+_GONE_S = 3.0
+_PAUSE_S = 0.25
+
+
+@dataclass
+class Place:
+    """One rank's."""
+
+    group: Any
+    bundle: int
+    site: Site
+    actor: Any = None
+    said: Introduction | None = None
+    life: Any = None
+    """Becomes what the rank died of."""
+    dead: bool = False
+    """The actor is, or cannot be reached any more."""
+
+
+class RayPlaces:
+    """`open` first; `close` gives everything back, and `open` may follow."""
+
+    def __init__(self, mesh: Mesh, parallel: ParallelConfig, device: str):
+        """`parallel` is resolved; `device` is where the model runs. Joins nothing yet."""
+        self._mesh, self._strategy, self._device = mesh, parallel.placement_strategy, device
+        self._demand = demand(parallel, device)
+        self._session: RaySession | None = None
+        self._groups: list[Any] = []
+        """Made by us."""
+        self.places: dict[int, Place] = {}
+        """By rank."""
+
+    @property
+    def ray(self) -> Any:
+        """The module, while Ray is joined. Raises WorkerDied before and after."""
+        if self._session is None:
+            raise WorkerDied(0, "it is closed or was never started")
+        return self._session.ray
+
+    @property
+    def view(self) -> RayView:
+        return RayView(self.ray)
+
+    def open(self) -> None:
+        """Join Ray and reserve the places, unless that is done. Raises ConfigError; nothing is left then."""
+        if self._session is not None:
+            return
+        ranks, resources = self._mesh.world_size, self._demand.resources
+        self._session = RaySession(cpus=ranks * resources.get("CPU", 0), gpus=ranks * resources.get("GPU", 0))
+        try:
+            self._reserve(self.view)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        session = self._session
+        if session is None:
+            return
+        if session.ray.is_initialized():
+            for place in self.places.values():
+                self.end(place)
+            for group in self._groups:
+                with contextlib.suppress(Exception):  # the head may be gone
+                    session.ray.util.remove_placement_group(group)
+        self.places, self._groups, self._session = {}, [], None
+        session.close()
+
+    def introduce(self, ranks: Sequence[int], config: EngineConfig) -> None:
+        """Start the actors of `ranks` that have none, and hear what they say of themselves and of the model.
+
+        Raises ConfigError, WorkerDied."""
+        if not ranks:
+            return
+        towards, told = self.own_address(), msgspec.msgpack.encode(config)
+        asked = {}
+        for rank in ranks:
+            place = self.places[rank]
+            place.actor = place.actor or self._actor(place)
+            asked[rank] = place.actor.introduce.remote(told, towards)
+        self.ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ACTOR_S)
+        for rank, reference in asked.items():
+            place = self.places[rank]
+            try:
+                place.said = msgspec.msgpack.decode(self.ray.get(reference, timeout=0), type=Introduction)
+            except self.ray.exceptions.GetTimeoutError:
+                raise WorkerDied(rank, f"its actor did not start within {_ACTOR_S:g} s", node=place.site.name) from None
+            except self.ray.exceptions.RayError as error:
+                place.dead = True
+                raise _did_not_start(rank, place, error) from error
+
+    def own_address(self) -> str:
+        """This node's address on the way to the other nodes."""
+        own = env.host_ip()
+        if own:
+            return checked(own, "PHALANX_HOST_IP")
+        view = self.view
+        alive = view.alive()
+        ours = str(alive[view.home]["NodeManagerAddress"])
+        for place in self.places.values():
+            other = str(alive.get(place.site.node, {}).get("NodeManagerAddress", ours))
+            if other != ours and (found := address_towards(other)):
+                return found
+        return ours
+
+    def replace(self, rank: int) -> None:
+        """A new place after the actor's death: its bundle if the node lives, otherwise any node that has room.
+
+        Raises WorkerDied when there is none."""
+        place = self.places[rank]
+        self.end(place)
+        if place.site.node in self.view.alive():
+            self.places[rank] = Place(place.group, place.bundle, place.site)
+            return
+        deadline = time.monotonic() + PLACE_S
+        while time.monotonic() < deadline:
+            view = self.view
+            sites = self._allowed(rank, view.nodes())
+            with contextlib.suppress(NoRoom):
+                site = sites[arrange(Mesh(), self._demand, sites, "PACK", home=view.home).sites[0]]
+                group = self._new_group(view, [site], "PACK")
+                if group is not None:
+                    self.places[rank] = Place(group, 0, site)
+                    return
+            time.sleep(_PAUSE_S)
+        raise WorkerDied(rank, f"its node {place.site.name} is gone, and no other node has room for it")
+
+    def end(self, place: Place) -> None:
+        """End an actor and what is under it. Returns when it is gone, or cannot be reached."""
+        if place.actor is None or place.dead:
+            return
+        ray = self.ray
+        with contextlib.suppress(Exception):  # whatever Ray says, it is not ours any more
+            asked = place.life if place.life is not None else place.actor.kill.remote(-1)
+            ray.kill(place.actor, no_restart=True)
+            ray.wait([asked], timeout=_KILL_S)
+        place.dead = True
+        if place.said is not None and place.said.node == node_id():
+            deadline = time.monotonic() + _GONE_S
+            while _running(place.said.pid) and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    # -- finding room
+
+    def _reserve(self, view: RayView) -> None:
+        """A place for every rank. Raises ConfigError when there is none."""
+        current = self._current_group(view)
+        deadline = time.monotonic() + PLACE_S
+        while True:
+            sites = view.nodes() if current is None else view.bundles(current)
+            try:
+                found = arrange(self._mesh, self._demand, sites, self._strategy, home=view.home)
+                if self._take(view, current, found, sites):
+                    _warn_of_split_groups(found, sites)
+                    return
+                why = "somebody else was faster"
+            except NoRoom as error:
+                why = str(error)
+            if time.monotonic() > deadline or not self._would_fit(sites):
+                within = "The Ray cluster" if current is None else f"The placement group {current.id.hex()[:12]}"
+                raise refusal(self._mesh, self._demand, sites, self._strategy, view.takers(), why, within=within)
+            time.sleep(_PAUSE_S)
+
+    def _would_fit(self, sites: list[Site]) -> bool:
+        """If nothing else ran: then waiting may help."""
+        try:
+            arrange(self._mesh, self._demand, sites, self._strategy, when_empty=True)
+        except NoRoom:
+            return False
+        return True
+
+    def _current_group(self, view: RayView) -> Any:
+        """The placement group in which this process runs, if it shall be used: Ray captures it for children, or all
+        ranks find room in it."""
+        group = self.ray.util.get_current_placement_group()
+        if group is None:
+            return None
+        if getattr(self.ray._private.worker.global_worker, "should_capture_child_tasks_in_placement_group", False):
+            return group
+        room = sum(site.room(self._demand) for site in view.bundles(group))
+        return group if room >= self._mesh.world_size else None
+
+    def _take(self, view: RayView, current: Any, found: Arrangement, sites: list[Site]) -> bool:
+        """Reserve it, unless it is in a group that is there. False when it cannot be had any more."""
+        chosen = [sites[index] for index in found.sites]
+        if current is not None:
+            self.places = {rank: Place(current, site.bundle or 0, site) for rank, site in enumerate(chosen)}
+            return True
+        group = self._new_group(view, chosen, ray_strategy(self._strategy, found, sites))
+        if group is not None:
+            self.places = {rank: Place(group, rank, site) for rank, site in enumerate(chosen)}
+        return group is not None
+
+    def _new_group(self, view: RayView, chosen: list[Site], strategy: str) -> Any:
+        """One bundle for each site, on its node; None when Ray does not give it."""
+        bundles = [dict(self._demand.resources) for _ in chosen]
+        tied = [view.tied_to(site.node, self._demand.labels) for site in chosen]
+        name = f"phalanx-{platform.node()}-{os.getpid()}-{secrets.token_hex(2)}"
+        group = self.ray.util.placement_group(bundles, strategy=strategy, name=name, bundle_label_selector=tied)
+        self._groups.append(group)
+        if group.wait(_TRY_S):
+            return group
+        self.ray.util.remove_placement_group(group)
+        self._groups.remove(group)
+        return None
+
+    def _allowed(self, rank: int, sites: list[Site]) -> list[Site]:
+        """The nodes that the strategy leaves for one rank, given where the others are."""
+        others = {place.site.node for r, place in self.places.items() if r != rank and not place.dead}
+        match self._strategy:
+            case "STRICT_PACK":
+                return [site for site in sites if not others or site.node in others]
+            case "STRICT_SPREAD":
+                return [site for site in sites if site.node not in others]
+        return sites
+
+    def _actor(self, place: Place) -> Any:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        resources = dict(self._demand.resources)
+        actor = self.ray.remote(RankActor).options(
+            num_cpus=resources.pop("CPU", 0),
+            num_gpus=resources.pop("GPU", 0),
+            memory=int(resources.pop("memory", 0)) or None,
+            resources=resources or None,
+            max_restarts=0,
+            max_task_retries=0,
+            max_concurrency=3,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                place.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False
+            ),
+        )
+        return actor.remote(env.for_ranks(), fork=self._device == "cpu")
+
+
+def _warn_of_split_groups(found: Arrangement, sites: list[Site]) -> None:
+    for ranks in found.split_groups:
+        names = list(dict.fromkeys(sites[found.sites[rank]].name for rank in ranks))
+        log.warning(
+            "Ranks %s share every layer across nodes (%s): each token waits for the network twice a layer. With a "
+            "tensor group inside each node and pipeline stages across them it would wait once a stage.",
+            ", ".join(map(str, ranks)), ", ".join(names),
+        )  # fmt: skip
+
+
+def _did_not_start(rank: int, place: Place, error: Exception) -> Exception:
+    text = str(error)
+    for missing in ("No module named 'phalanx", "No module named phalanx", "No module named 'msgspec"):
+        if missing in text:
+            return ConfigError(
+                f"Phalanx is not installed on {place.site.name}, in the Python that Ray uses there.",
+                fix=f"Run `pip install 'phalanx[ray]'` on {place.site.name}, or use one image for all nodes.",
+            )
+    return WorkerDied(rank, death_in_words(error, place.site.name), node=place.site.name)
+
+
+def _running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def demand(parallel: ParallelConfig, device: str) -> Demand:
+    """What one rank takes: one CPU, or one GPU where the model runs on GPUs, unless the flags say otherwise."""
+    cpus, gpus = parallel.num_cpus_per_worker, parallel.num_gpus_per_worker
+    cuda = device == "cuda"
+    resources = {"CPU": (0.0 if cuda else 1.0) if cpus is None else cpus, "GPU": float(cuda) if gpus is None else gpus}
+    for item in parallel.worker_resources:
+        name, _, amount = item.partition("=")
+        resources[name] = float(amount)
+    labels = dict(item.split("=", 1) for item in parallel.worker_labels)
+    taken = {name: amount for name, amount in resources.items() if amount > 0}
+    return Demand(taken or {"memory": 1.0}, labels)  # Ray has no empty bundles; a byte of memory is next to nothing
+
+
+def death_in_words(error: Exception, node: str) -> str:
+    """Why Ray says that an actor is gone."""
+    text = " ".join(str(error).split())
+    if type(error).__name__ == "OutOfMemoryError" or "running low on memory" in text:
+        detail = next((part for part in text.split(". ") if "memory" in part), "")
+        return f"Ray's memory monitor ended it, because {node} was running out of memory ({detail[:200]})"
+    if "node has died" in text or "NODE_DIED" in text:
+        reason = text.partition("the actor's node was ")[2] or text.partition("Node Id:")[2]
+        return f"its node {node} is gone: {reason[:160].rstrip('.') or 'Ray lost it'}"
+    if "killed by `ray.kill`" in text:
+        return "its actor was ended by ray.kill"
+    if "worker process has died" in text or "connection error" in text:
+        return f"its actor's process on {node} was killed or crashed; Ray saw its connection end"
+    first = text.partition("Actor")[0] if len(text) > 400 else text
+    return f"its actor is gone: {first[:300].rstrip('.')}"
