@@ -243,6 +243,12 @@ class ParallelConfig:
         return self.data_parallel_size * self.context_parallel_size * sum(self.widths)
 
     @property
+    def forks_ranks(self) -> bool:
+        """Whether processes of this node alone will compute, as far as is known before the model is."""
+        backend = self.distributed_executor_backend or ("mp" if self.world_size > 1 else "inprocess")
+        return backend == "mp" and self.nnodes == 1
+
+    @property
     def stage_layers(self) -> tuple[int, ...]:
         """Layers of each stage; empty while that is automatic."""
         return () if self.pipeline_split == "auto" else tuple(int(n) for n in self.pipeline_split.split(","))

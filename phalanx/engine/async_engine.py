@@ -128,7 +128,8 @@ class AsyncEngine:
 
         replica = Replica(progress=progress)
         self._client = Router([replica])
-        replica.spawn()  # first of all: importing torch there takes longer than everything here
+        # First of all: importing torch there takes longer than everything here.
+        replica.spawn(ranks=self.config.parallel.forks_ranks)
         # A thread of its own that nobody waits for at exit: a slow download must not hold up Ctrl-C.
         checkpoint, self.config = await _in_daemon_thread(partial(self._locate, report))
         self.checkpoint = checkpoint

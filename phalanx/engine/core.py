@@ -50,6 +50,7 @@ from phalanx.executor.choose import make_executor
 from phalanx.logging import configure
 
 if TYPE_CHECKING:
+    from phalanx.executor.multiprocess import SupervisorProcess
     from phalanx.sampling_params import StructuredOutputs
 
 log = logging.getLogger(__name__)
@@ -62,10 +63,17 @@ _TRIES = 3
 """Steps that may fail in a row before the engine gives up."""
 
 
-def open_engine(config: EngineConfig, name: str, progress: LoadProgress | None = None) -> tuple[Engine, EngineInfo]:
-    """Load the model in this process. `config` is resolved, `name` is what the model is called. Raises UserError."""
+def open_engine(
+    config: EngineConfig,
+    name: str,
+    progress: LoadProgress | None = None,
+    *,
+    supervisor: SupervisorProcess | None = None,
+) -> tuple[Engine, EngineInfo]:
+    """Load the model, in this process or in ranks of its own. `config` is resolved, `name` is what the model is called;
+    a `supervisor` that is given is used for the ranks, and ended with them. Raises UserError, WorkerDied."""
     begin = time.monotonic()
-    executor = make_executor(config)
+    executor = make_executor(config, supervisor=supervisor)
     try:
         layout = executor.start(config, progress)
         grammars = LazyGrammars(config, layout.vocab_size)
@@ -227,7 +235,7 @@ class Core:
             self._channel.send(Outputs([ended], status))
 
 
-def _load(channel: FrameSocket, start: Start) -> Engine | None:
+def _load(channel: FrameSocket, start: Start, supervisor: SupervisorProcess | None) -> Engine | None:
     """Open the engine and tell the front end. None when it could not be opened; the front end knows why."""
     last = ("", 0.0)
 
@@ -239,7 +247,7 @@ def _load(channel: FrameSocket, start: Start) -> Engine | None:
             channel.send(Progress(phase, share))
 
     try:
-        engine, info = open_engine(start.config, start.name, progress)
+        engine, info = open_engine(start.config, start.name, progress, supervisor=supervisor)
     except PhalanxError as error:
         log.debug("loading failed", exc_info=True)
         channel.send(load_failure(error))
@@ -273,20 +281,19 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="A Phalanx engine process; started by its front end, not by hand.")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--ranks", action="store_true", help="ranks in processes of their own will compute")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     end_with_parent(options.parent)
     os.set_inheritable(options.fd, False)
     channel = FrameSocket(socket.socket(fileno=options.fd))
-    # The long import runs while the front end still finds the model.
-    with contextlib.suppress(ImportError):
-        importlib.import_module("torch")
+    supervisor = _prepare(ranks=options.ranks)
     try:
         start = _first_message(channel)
         if start is None:
             return 0
         configure(start.config.server.log_level, start.config.server.log_format, tag="engine")
-        engine = _load(channel, start)
+        engine = _load(channel, start, supervisor)
         if engine is None:
             return 1
         try:
@@ -301,6 +308,19 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenFrame as error:
         log.error("the front end sent something that is no message: %s", error)
         return 1
+
+
+def _prepare(*, ranks: bool) -> SupervisorProcess | None:
+    """The long import of torch runs while the front end still finds the model: here, or where ranks are forked."""
+    if ranks:
+        from phalanx.executor.multiprocess import SupervisorProcess
+
+        supervisor = SupervisorProcess(zygote=True)
+        supervisor.start()
+        return supervisor
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch")
+    return None
 
 
 def _first_message(channel: FrameSocket) -> Start | None:

@@ -84,10 +84,10 @@ def _text(path: Path) -> str:
         return ""
 
 
-def describe(status: int, blame: str | None = None) -> str:
-    """A wait status in words; `blame` is what `MemoryKills` says."""
+def describe(status: int, why: str | None = None) -> str:
+    """A wait status in words; `why` is what `MemoryKills` says, or the process said itself."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
-        return f"it was killed by {name}" + (f" ({blame})" if blame and name == "SIGKILL" else "")
-    return f"it ended with status {os.waitstatus_to_exitcode(status)}"
+        return f"it was killed by {name}" + (f" ({why})" if why and name == "SIGKILL" else "")
+    return f"it ended with status {os.waitstatus_to_exitcode(status)}" + (f" ({why})" if why else "")

@@ -509,8 +509,11 @@ class HubExecutor:
                 self._changed.notify_all()
 
     def _note_progress(self, member: Member, phase: str, share: float) -> None:
-        """Of all ranks together; those that have nothing to load have loaded."""
+        """Of all ranks together. A phase is shown when all ranks have ended the one before."""
         if self._progress is None:
             return
         member.shares[phase] = max(share, member.shares.get(phase, 0.0))
-        self._news.append((phase, sum(m.shares.get(phase, 0.0) for m in self._members) / len(self._members)))
+        phases = list(dict.fromkeys(phase for m in self._members for phase in m.shares))
+        together = {p: sum(m.shares.get(p, 0.0) for m in self._members) / len(self._members) for p in phases}
+        if all(together[earlier] >= 1.0 for earlier in phases[: phases.index(phase)]):
+            self._news.append((phase, together[phase]))

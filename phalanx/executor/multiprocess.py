@@ -70,12 +70,13 @@ class SupervisorProcess:
         self._listener = threading.Thread(target=self._listen, args=(self._sock,), name="supervisor", daemon=True)
         self._listener.start()
 
-    def launch(self, starts: list[RankStart]) -> None:
-        """Start these ranks. That one has failed to start is its cause of death."""
+    def launch(self, starts: list[RankStart], *, fork: bool | None = None) -> None:
+        """Start these ranks, by default forked when the supervisor is a zygote. That one has failed to start is its
+        cause of death."""
         self.start()
         with self._heard:
             self._ranks |= {start.rank: _Process() for start in starts}
-        self._tell(Launch(starts, self._zygote))
+        self._tell(Launch(starts, self._zygote if fork is None else fork))
 
     def kill(self, rank: int) -> None:
         """Returns when it is gone."""
@@ -175,15 +176,18 @@ class SupervisorLauncher:
 
     host: str | None = None
 
-    def __init__(self, world_size: int, device: str, *, supervisor: SupervisorProcess | None = None):
-        """`device` decides whether ranks can be forked. A `supervisor` that is given stays when this is closed; nobody
-        else may use it in the meantime."""
-        self._supervisor = supervisor or SupervisorProcess(zygote=device == "cpu")
-        self._owned = supervisor is None
+    def __init__(
+        self, world_size: int, device: str, *, supervisor: SupervisorProcess | None = None, keep: bool = False
+    ):
+        """`device` decides whether ranks can be forked. A `supervisor` that is given is used by nobody else in the
+        meantime; with `keep` it stays when this is closed."""
+        self._fork = device == "cpu"
+        self._supervisor = supervisor or SupervisorProcess(zygote=self._fork)
+        self._keep = keep
         self._plan = place_ranks(world_size)
 
     def launch(self, starts: list[RankStart]) -> None:
-        self._supervisor.launch([self._placed(start) for start in starts])
+        self._supervisor.launch([self._placed(start) for start in starts], fork=self._fork)
 
     def _placed(self, start: RankStart) -> RankStart:
         cores, threads = self._plan[start.rank]
@@ -196,10 +200,10 @@ class SupervisorLauncher:
         return self._supervisor.cause(rank, wait)
 
     def close(self) -> None:
-        if self._owned:
-            self._supervisor.close()
-        else:
+        if self._keep:
             self._supervisor.clear()
+        else:
+            self._supervisor.close()
 
 
 def place_ranks(ranks: int, topology: Path = Path("/sys/devices/system/cpu")) -> list[tuple[tuple[int, ...], int]]:
@@ -234,5 +238,6 @@ def core_plan(cores: Sequence[int], ranks: int) -> list[tuple[tuple[int, ...], i
     return [(share, len(share)) for share in shares]
 
 
-def multiprocess_executor(layout: Layout, *, device: str) -> HubExecutor:
-    return HubExecutor(SupervisorLauncher(layout.mesh.world_size, device), layout)
+def multiprocess_executor(layout: Layout, *, device: str, supervisor: SupervisorProcess | None = None) -> HubExecutor:
+    """A `supervisor` that was started early ends with the executor."""
+    return HubExecutor(SupervisorLauncher(layout.mesh.world_size, device, supervisor=supervisor), layout)

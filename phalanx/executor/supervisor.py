@@ -22,15 +22,20 @@ import struct
 import subprocess
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from phalanx import env
+from phalanx.errors import PhalanxError
 from phalanx.executor.death import MemoryKills, describe
 from phalanx.executor.messages import RankStart
 
 _PR_SET_PDEATHSIG = 1
+
+_WORDS = 1000
+"""Bytes of a rank's last words."""
 
 
 class Launch(msgspec.Struct, frozen=True, tag="launch"):
@@ -97,14 +102,22 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+@dataclass(frozen=True)
+class _Child:
+    rank: int
+    pid: int
+    words: int
+    """Descriptor of a pipe by which it says why it ends, when it can."""
+
+
 class Supervisor:
     """Obeys who holds the other end of `sock`, until that is closed or process `parent` has ended."""
 
     def __init__(self, sock: socket.socket, parent: int):
         self._sock = sock
         self._parent = os.pidfd_open(parent)
-        self._ranks: dict[int, tuple[int, int]] = {}
-        """pidfd -> (rank, pid)."""
+        self._ranks: dict[int, _Child] = {}
+        """By pidfd."""
         self._memory_kills = MemoryKills()
 
     def run(self) -> None:
@@ -134,20 +147,24 @@ class Supervisor:
                 for start in starts:
                     self._launch(start, fork)
             case Kill(rank=rank):
-                for other, pid in self._ranks.values():
-                    if other == rank:
-                        os.kill(pid, signal.SIGKILL)
+                for child in self._ranks.values():
+                    if child.rank == rank:
+                        os.kill(child.pid, signal.SIGKILL)
 
     def _launch(self, start: RankStart, fork: bool) -> None:
+        words, pen = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            pid = self._fork(start) if fork else _spawn(start)
+            pid = self._fork(start, words, pen) if fork else _spawn(start, pen)
         except OSError as error:
+            os.close(words)
             send(self._sock, Ended(start.rank, 0, f"it could not be started ({error.strerror or error})"))
             return
-        self._ranks[os.pidfd_open(pid)] = (start.rank, pid)
+        finally:
+            os.close(pen)
+        self._ranks[os.pidfd_open(pid)] = _Child(start.rank, pid, words)
         send(self._sock, Started(start.rank, pid))
 
-    def _fork(self, start: RankStart) -> int:
+    def _fork(self, start: RankStart, words: int, pen: int) -> int:
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -158,32 +175,35 @@ class Supervisor:
         try:
             die_with_parent(parent)
             self._sock.close()
-            for fd in (self._parent, *self._ranks):
+            for fd in (self._parent, words, *self._ranks, *(child.words for child in self._ranks.values())):
                 os.close(fd)
-            code = live(start)
+            code = live(start, pen)
         finally:
             sys.stderr.flush()
             os._exit(code)
 
     def _reap(self, pidfd: int) -> None:
-        rank, pid = self._ranks.pop(pidfd)
+        child = self._ranks.pop(pidfd)
         os.close(pidfd)
-        blame = self._memory_kills.blame(pid)
-        _, status = os.waitpid(pid, 0)
-        send(self._sock, Ended(rank, pid, describe(status, blame)))
+        blame = self._memory_kills.blame(child.pid)
+        _, status = os.waitpid(child.pid, 0)
+        with contextlib.suppress(BlockingIOError):  # somebody it has started may still hold the pipe
+            blame = blame or os.read(child.words, _WORDS).decode(errors="replace") or None
+        os.close(child.words)
+        send(self._sock, Ended(child.rank, child.pid, describe(status, blame)))
 
     def _kill_all(self) -> None:
-        for _, pid in self._ranks.values():
+        for child in self._ranks.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        for _, pid in self._ranks.values():
+                os.kill(child.pid, signal.SIGKILL)
+        for child in self._ranks.values():
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+                os.waitpid(child.pid, 0)
 
 
-def live(start: RankStart) -> int:
-    """A rank's whole life in this process; its exit code."""
-    from phalanx.distributed.transports.abort import GroupBroken
+def live(start: RankStart, words: int) -> int:
+    """A rank's whole life in this process; its exit code. Why it failed, if it could not tell its executor, goes to the
+    descriptor `words`."""
     from phalanx.executor.rank import run_rank
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -192,19 +212,20 @@ def live(start: RankStart) -> int:
         Path("/proc/self/comm").write_text(f"phalanx-rank-{start.rank}"[:15])
     try:
         run_rank(start)
-    except GroupBroken as error:
-        print(f"phalanx rank {start.rank}: {error}", file=sys.stderr, flush=True)
-        return 1
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if env.debug():
+            traceback.print_exc()
+        text = str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
+        os.write(words, " ".join(text.split()).rstrip(".").encode()[:_WORDS])
         return 1
     return 0
 
 
-def _spawn(start: RankStart) -> int:
+def _spawn(start: RankStart, words: int) -> int:
     """A fresh process, for devices whose drivers do not survive a fork."""
-    command = [sys.executable, "-P", "-m", "phalanx.executor.supervisor", "--rank", "--parent", str(os.getpid())]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)
+    command = [sys.executable, "-P", "-m", "phalanx.executor.supervisor", "--rank", str(words)]
+    command += ["--parent", str(os.getpid())]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=(words,))
     if child.stdin is not None:
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(msgspec.json.encode(start))
@@ -218,13 +239,14 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--thread-stays", action="store_true", help="the starting thread lives as long as its process")
     parser.add_argument("--zygote", action="store_true", help="ranks will be forked")
-    parser.add_argument("--rank", action="store_true", help="be a rank, as told on standard input")
+    parser.add_argument("--rank", type=int, metavar="FD", help="be a rank, as told on standard input; last words to FD")
     arguments = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if arguments.rank or arguments.thread_stays:
+    if arguments.rank is not None or arguments.thread_stays:
         die_with_parent(arguments.parent)
-    if arguments.rank:
-        return live(msgspec.json.decode(sys.stdin.buffer.read(), type=RankStart))
+    if arguments.rank is not None:
+        os.set_inheritable(arguments.rank, False)
+        return live(msgspec.json.decode(sys.stdin.buffer.read(), type=RankStart), arguments.rank)
     os.set_inheritable(arguments.fd, False)
     if arguments.zygote:
         _import_worker()

@@ -29,7 +29,7 @@ class Kind:
 
 def ranks(mesh: Mesh, **layout: tuple[int, ...]) -> Callable[[SupervisorProcess], Executor]:
     def make(supervisor: SupervisorProcess) -> Executor:
-        launcher = SupervisorLauncher(mesh.world_size, "cpu", supervisor=supervisor)
+        launcher = SupervisorLauncher(mesh.world_size, "cpu", supervisor=supervisor, keep=True)
         return HubExecutor(launcher, Layout(mesh, **layout))
 
     return make

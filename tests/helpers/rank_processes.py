@@ -24,7 +24,7 @@ class Launcher(SupervisorLauncher):
     """Under a supervisor that several tests share; `on_start` is called with each rank and its process."""
 
     def __init__(self, supervisor: SupervisorProcess, world_size: int):
-        super().__init__(world_size, "cpu", supervisor=supervisor)
+        super().__init__(world_size, "cpu", supervisor=supervisor, keep=True)
         self.on_start: Callable[[int, int], None] | None = None
         self.started: list[int] = []
         """Every rank that was launched, in order."""
