@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from phalanx.config import ParallelConfig
+from phalanx.distributed.partition import Partition
 from phalanx.errors import ConfigError
 from phalanx.models.shares import layer_bytes, layer_kv_bytes, outer_bytes
 from phalanx.models.spec import BYTES_PER_ELEMENT
@@ -181,11 +182,17 @@ def _refined(
     demand: Demand, layout: Layout, stages: Sequence[Sequence[Device]], devices: Sequence[Device]
 ) -> Layout:  # fmt: skip
     """Shares moved in small steps from the rank that decides the size of the cache to the one with most room, stage by
-    stage: whole heads make the first guess uneven."""
+    stage: whole heads make the first guess uneven. Cuts between groups of heads that share keys are a second guess."""
     for stage, part in enumerate(stages):
         if _same(part):
             continue
         best, shares = budget(demand, layout, devices), layout.tensor_weights[stage]
+        kv_heads = min(layer.attention.num_kv_heads for layer in demand.spec.layers)
+        if kv_heads >= len(part):
+            whole = [float(length) for length in Partition.weighted(kv_heads, shares).lengths]
+            tried = budget(demand, _with_shares(layout, stage, whole), devices)
+            if _tightest(tried, stage) > _tightest(best, stage):
+                best, layout, shares = tried, tried.layout, tried.layout.tensor_weights[stage]
         for step in _STEPS:
             while True:
                 ranks = sorted(
@@ -195,13 +202,17 @@ def _refined(
                 moved = list(shares)
                 moved[roomy] += moved[tight] * step
                 moved[tight] *= 1 - step
-                weights = [*layout.tensor_weights]
-                weights[stage] = _scaled(moved)
-                tried = budget(demand, replace(layout, tensor_weights=tuple(weights)), devices)
+                tried = budget(demand, _with_shares(layout, stage, moved), devices)
                 if _tightest(tried, stage) <= _tightest(best, stage):
                     break
-                best, layout, shares = tried, tried.layout, weights[stage]
+                best, layout, shares = tried, tried.layout, tried.layout.tensor_weights[stage]
     return layout
+
+
+def _with_shares(layout: Layout, stage: int, shares: Sequence[float]) -> Layout:
+    weights = [*layout.tensor_weights]
+    weights[stage] = _scaled(shares)
+    return replace(layout, tensor_weights=tuple(weights))
 
 
 def _tightest(found: Budget, stage: int) -> float:

@@ -160,7 +160,7 @@ def test_config_show_origins_and_hidden_keys(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size is 2"),
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size is 0"),
         (["--block-size", "0"], "at least 1"),
         (["--gpu-memory-utilization", "1.5"], "at most 1"),
         (["/nowhere.yaml"], "No such file"),

@@ -101,7 +101,7 @@ def test_the_summary(running: Serve) -> None:
     (concurrency,) = re.findall(r"^Maximum concurrency for 2,048 tokens per request: (\d+\.\d\d)x", text, re.MULTILINE)
     assert int(tokens.replace(",", "")) / 2048 == pytest.approx(float(concurrency), abs=0.006)
     assert re.search(r"^Layout: 1 worker", text, re.MULTILINE)
-    assert re.search(r"^ +0 +cpu +0-30 ", text, re.MULTILINE)
+    assert re.search(r"^ +0 +\S+ +cpu +0-30 ", text, re.MULTILINE)
     assert "API key: none (only this machine can connect)" in text
 
 
