@@ -1,0 +1,124 @@
+"""`phalanx plan` and `phalanx serve --dry-run`: the classic case on paper, on this machine, and what is refused."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.cli.main import main
+from tests.helpers.planning import QWEN_14B
+from tests.helpers.tiny_models import tiny_checkpoint
+
+A10 = ["--declare-device", "name=a10,memory=24G"]
+TWO = ["--declare-device", "name=a10,memory=24G,count=2"]
+
+
+@pytest.fixture(params=[["serve", "--dry-run"], ["plan"]], ids=" ".join)
+def command(request) -> list[str]:
+    return [*request.param, str(QWEN_14B)]
+
+
+def shown(arguments, capsys) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refused(arguments, capsys, code: int = 1) -> str:
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    return err
+
+
+def test_one_a10_is_too_small(command, capsys):
+    text = refused([*command, *A10], capsys)
+    for number in ("33.1 GiB", "26.4 GiB", "21.6 GiB", "11.5 GiB", "-tp 2 or -pp 2"):
+        assert number in text
+
+
+@pytest.mark.parametrize("layout", [["-tp", "2"], ["-pp", "2"], []])
+def test_two_are_enough(command, layout, capsys):
+    text = shown([*command, *TWO, *layout], capsys)
+    assert re.search(r"^GPU KV cache size: 20,848 tokens", text, re.MULTILINE)
+    assert re.search(r"^Maximum concurrency for 8,192 tokens per request: 2.54x$", text, re.MULTILINE)
+    assert len(re.findall(r"^ +\d +- +a10 .*13\.2 GiB +8\.0 GiB", text, re.MULTILINE)) == 2
+    assert "Binding device: rank" in text
+    assert "Model: qwen-14b-chat (bfloat16 on cuda, planned only)" in text
+
+
+def test_three_unequal_cards_from_a_file(command, capsys, tmp_path):
+    file = tmp_path / "cards.yaml"
+    file.write_text("- {name: large, memory: 32G}\n- {name: small, memory: 20G, count: 2}\n")
+    text = shown([*command, "--declare-device", str(file)], capsys)
+    used = re.search(r"([\d.]+)% of the 64.8 GiB that they and activations may take", text)
+    assert float(used[1]) >= 95
+    assert "Considered:" in text
+    assert re.search(r"^Layout: 3 workers", text, re.MULTILINE)
+
+
+def test_devices_may_come_from_a_variable(monkeypatch, capsys):
+    monkeypatch.setenv("PHALANX_DECLARE_DEVICE", "name=a10,memory=24G,count=2")
+    assert "20,848 tokens" in shown(["plan", str(QWEN_14B), "-tp", "2"], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-tp", "4"], "has 4 workers (tp 4), but there are 2 devices"),
+        (["-tp", "41"], "41 workers"),
+        (["-pp", "2", "--pipeline-split", "20,19"], "does not share 40 layers over 2 stages"),
+        (["-pp", "2", "--pipeline-split", "10,10,20"], "names 3 stages, but there are 2"),
+        (["-tp", "2", "--tensor-split", "1,2,3"], "does not name a share for each of 2 tensor ranks"),
+        (["-tp", "2", "--max-model-len", "9k"], "made for at most 8192"),
+        (["-cp", "2"], "context parallelism is not in this version"),
+    ],
+)
+def test_layouts_that_cannot_be(arguments, complaint, capsys):
+    assert complaint in refused(["plan", str(QWEN_14B), *TWO, *arguments], capsys)
+
+
+def test_more_ranks_than_heads_or_layers(capsys):
+    many = ["--declare-device", "name=a10,memory=24G,count=64"]
+    assert "41 tensor ranks cannot share 40 attention heads" in refused(
+        ["plan", str(QWEN_14B), *many, "-tp", "41"], capsys
+    )
+    assert "41 pipeline stages cannot share 40 layers" in refused(["plan", str(QWEN_14B), *many, "-pp", "41"], capsys)
+
+
+def test_a_wrong_device_is_one_line(capsys):
+    assert "no memory" in refused(["plan", str(QWEN_14B), "--declare-device", "name=a10"], capsys)
+
+
+def test_this_machine_is_planned_for_without_devices(capsys):
+    folder = tiny_checkpoint("llama")
+    text = shown(["plan", str(folder), "-tp", "2", "--kv-cache-memory-bytes", "1M", "--device", "cpu"], capsys)
+    assert "CPU KV cache size" in text
+    assert re.search(r"^Layout: 2 workers \(tp 2\)$", text, re.MULTILINE)
+
+
+def test_several_nodes_must_be_described(capsys):
+    nodes = ["--nnodes", "2", "--master-addr", "10.0.0.1", "-tp", "2"]
+    assert "--declare-device" in refused(["plan", str(tiny_checkpoint("llama")), *nodes], capsys)
+    assert "20,848 tokens" in shown(["plan", str(QWEN_14B), *TWO, *nodes], capsys)
+
+
+def test_a_folder_without_weights_is_enough_only_for_a_plan(capsys, tmp_path):
+    (tmp_path / "config.json").write_text((QWEN_14B / "config.json").read_text())
+    assert "20,848 tokens" in shown(["plan", str(tmp_path), *TWO, "-tp", "2"], capsys)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-known"}))
+    assert "not supported" in refused(["plan", str(tmp_path), *TWO], capsys)
+    (tmp_path / "config.json").unlink()
+    assert "holds no model" in refused(["plan", str(tmp_path), *TWO], capsys)
+
+
+def test_a_plan_imports_no_torch():
+    code = (
+        "import sys; from phalanx.cli.main import main; "
+        f"assert main(['plan', {str(QWEN_14B)!r}, *{TWO!r}]) == 0; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
