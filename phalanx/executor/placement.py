@@ -154,7 +154,7 @@ def _apart(units: Sequence[tuple[int, ...]], nodes: _Nodes, *, spread: bool, str
 
 def _sites(placed: Sequence[str], demand: Demand, sites: Sequence[Site], when_empty: bool) -> tuple[int, ...]:
     """On each node its sites are filled in their order."""
-    open_sites = {node: [] for node in set(placed)}  # type: dict[str, list[int]]
+    open_sites: dict[str, list[int]] = {node: [] for node in placed}
     for index, site in enumerate(sites):
         if site.node in open_sites:
             open_sites[site.node] += [index] * min(site.room(demand, when_empty=when_empty), len(placed))

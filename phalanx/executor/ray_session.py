@@ -24,6 +24,7 @@ from typing import Any
 
 from phalanx import env
 from phalanx.errors import ConfigError
+from phalanx.executor.interfaces import is_loopback
 from phalanx.executor.ray_reaper import MARK
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ _SHORT = "/tmp"  # noqa: S108 (mkdtemp makes the folder in it)
 _PROBE_S = 3.0
 _REAP_S = 6.0
 
-_LOCAL = {
+LOCAL_SETTINGS = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on these systems Ray keeps to the loopback interface; so do we on Linux
     "RAY_enable_metrics_collection": "0",
     "RAY_prestart_worker_first_driver": "0",
@@ -75,7 +76,7 @@ class RaySession:
         if self.ray.is_initialized():
             return
         address = _address()
-        with _quietly():
+        with quietly():
             if address is None:
                 self._start(cpus, gpus)
             else:
@@ -92,7 +93,7 @@ class RaySession:
         self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
         options: dict[str, Any] = {"num_gpus": math.ceil(gpus)} if gpus else {}
         try:
-            with env.changed(**_LOCAL, **{MARK: mark}), _loopback():
+            with env.changed(**LOCAL_SETTINGS, **{MARK: mark}), loopback():
                 self.ray.init(
                     address="local",
                     num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
@@ -116,7 +117,7 @@ class RaySession:
         """Idempotent."""
         if self.joined:
             self.joined = self.started = False
-            with _quietly():
+            with quietly():
                 self.ray.shutdown()
         self._clean_up()
 
@@ -160,11 +161,19 @@ def _answers(address: str) -> bool:
     return True
 
 
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host == "localhost" or is_loopback(host)
+
+
 def _join(ray: ModuleType, address: str) -> None:
     own = env.host_ip()
     options = {"_node_ip_address": own} if own else {}
+    # Ray would look for a cluster that keeps to the loopback interface at this machine's other address.
+    as_it_is = loopback() if _is_loopback(address) else contextlib.nullcontext()
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
+        with as_it_is:
+            ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
     except Exception as error:
         text = " ".join(_line(cause) for cause in _causes(error))
         raise _refused(address, text) from error
@@ -202,8 +211,7 @@ def _line(error: BaseException) -> str:
 def _warn_of_open_cluster(address: str) -> None:
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
-    host = address.rpartition(":")[0].strip("[]")
-    if not is_token_auth_enabled() and host not in ("127.0.0.1", "::1", "localhost"):
+    if not is_token_auth_enabled() and not _is_loopback(address):
         log.warning(
             "The Ray cluster at %s asks for no token: ANYBODY who can reach it can run programs on its nodes. Start it "
             "with RAY_AUTH_MODE=token.",
@@ -212,7 +220,7 @@ def _warn_of_open_cluster(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Ray's remarks on its own start are not for our output, and SIGTERM stays with whoever has it."""
     logger = logging.getLogger("ray")
     level, handlers = logger.level, list(logger.handlers)
@@ -229,9 +237,9 @@ def _quietly() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _loopback() -> Iterator[None]:
+def loopback() -> Iterator[None]:
     """Ray replaces 127.0.0.1 by an address that others reach, unless it believes that clusters are not wanted here. It
-    reads the variable in `_LOCAL` when it is imported, which may have been long ago."""
+    reads the variable in `LOCAL_SETTINGS` when it is imported, which may have been long ago."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER

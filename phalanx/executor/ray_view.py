@@ -72,11 +72,11 @@ class RayView:
                 actor.address.node_id.hex(),
                 dict(actor.required_resources),
             )
-            for actor in self._living_actors()
+            for actor in self.living_actors()
             if actor.required_resources and not actor.placement_group_id.strip(b"\xff")
         ]
 
-    def _living_actors(self) -> list[Any]:
+    def living_actors(self) -> list[Any]:
         from ray.core.generated import gcs_pb2
 
         table: Any = gcs_pb2

@@ -8,29 +8,65 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import env
+from phalanx.config import EngineConfig
 from phalanx.distributed.mesh import Mesh
 from phalanx.executor.base import Executor
 from phalanx.executor.hub import HubExecutor, Layout
 from phalanx.executor.inprocess import InProcessExecutor
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
+from phalanx.executor.ray import RayLauncher
+from phalanx.executor.ray_places import RayPlaces
 from tests.helpers.plan_script import Reference
 from tests.helpers.worker_model import engine_config, reference_decoder, write_model
 
 
+class Warm:
+    """What all tests of a module share, so that torch is imported once: a supervisor, and actors on a local Ray."""
+
+    def __init__(self, model: Path):
+        self.model = model
+        self.supervisor = SupervisorProcess(zygote=True)
+        self._places: dict[Mesh, RayPlaces] = {}
+
+    def config(self, **options: object) -> EngineConfig:
+        return engine_config(self.model, distributed_executor_backend="ray", num_cpus_per_worker=0.5, **options)
+
+    def places(self, mesh: Mesh) -> RayPlaces:
+        if mesh not in self._places:
+            self._places[mesh] = RayPlaces(mesh, self.config().parallel, "cpu")
+            with env.changed(RAY_ADDRESS="local"):
+                self._places[mesh].open()
+        return self._places[mesh]
+
+    def close(self) -> None:
+        for places in reversed(self._places.values()):
+            places.close()
+        self.supervisor.close()
+
+
 @dataclass(frozen=True)
 class Kind:
-    """One way to run the model. `make` gets the supervisor that all tests share, so that torch is imported once."""
+    """One way to run the model."""
 
-    make: Callable[[SupervisorProcess], Executor]
+    make: Callable[[Warm], Executor]
     layers: tuple[str, ...]
     """What each rank holds, and how many heads."""
     heads: tuple[int, ...]
 
 
-def ranks(mesh: Mesh, **layout: tuple[int, ...]) -> Callable[[SupervisorProcess], Executor]:
-    def make(supervisor: SupervisorProcess) -> Executor:
-        launcher = SupervisorLauncher(mesh.world_size, "cpu", supervisor=supervisor, keep=True)
+def ranks(mesh: Mesh, **layout: tuple[int, ...]) -> Callable[[Warm], Executor]:
+    def make(warm: Warm) -> Executor:
+        launcher = SupervisorLauncher(mesh.world_size, "cpu", supervisor=warm.supervisor, keep=True)
         return HubExecutor(launcher, Layout(mesh, **layout))
+
+    return make
+
+
+def on_ray(mesh: Mesh, **layout: tuple[int, ...]) -> Callable[[Warm], Executor]:
+    def make(warm: Warm) -> Executor:
+        shape = Layout(mesh, **layout)
+        return HubExecutor(RayLauncher(warm.config(), shape, places=warm.places(mesh)), shape)
 
     return make
 
@@ -40,25 +76,29 @@ KINDS = {
     "mp-tp2": Kind(ranks(Mesh(tp=2)), ("0-3",) * 2, (3, 3)),
     "mp-pp2": Kind(ranks(Mesh(pp=2), stage_layers=(2, 1)), ("0-2", "2-3"), (6, 6)),
     "mp-widths": Kind(ranks(Mesh.of_widths((2, 1))), ("0-2", "0-2", "2-3"), (3, 3, 6)),
+    "ray-tp2": Kind(on_ray(Mesh(tp=2)), ("0-3",) * 2, (3, 3)),
+    "ray-pp2": Kind(on_ray(Mesh(pp=2), stage_layers=(2, 1)), ("0-2", "2-3"), (6, 6)),
 }
+SLOW = {"ray-pp2"}
+"""Kinds that differ from the others in parts which other kinds show."""
 
 
-@pytest.fixture(scope="session")
-def supervisor() -> Iterator[SupervisorProcess]:
-    process = SupervisorProcess(zygote=True)
-    yield process
-    process.close()
+@pytest.fixture(scope="module")
+def warm(model: Path) -> Iterator[Warm]:
+    shared = Warm(model)
+    yield shared
+    shared.close()
 
 
-@pytest.fixture(params=sorted(KINDS))
+@pytest.fixture(params=[pytest.param(k, marks=[pytest.mark.slow] * (k in SLOW)) for k in sorted(KINDS)])
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
 
 
 @pytest.fixture
-def fresh(kind: Kind, supervisor: SupervisorProcess) -> Iterator[Executor]:
+def fresh(kind: Kind, warm: Warm) -> Iterator[Executor]:
     """An executor of each kind, not started."""
-    executor = kind.make(supervisor)
+    executor = kind.make(warm)
     yield executor
     executor.close()
 
