@@ -137,6 +137,8 @@ class RowFailure(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     message: str
+    asked_for: bool = False
+    """What its request asks for cannot be done: the same request would fail again, on any machine."""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

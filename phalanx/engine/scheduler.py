@@ -33,7 +33,7 @@ from phalanx.engine.queue import WaitingQueue
 from phalanx.engine.request import Request, error_output
 from phalanx.errors import InvalidRequest, PhalanxError
 from phalanx.executor.base import CacheLayout, WorkerDied
-from phalanx.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs, unpack
+from phalanx.step import PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs, unpack
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class _Answer:
     token: int | None
     logprobs: TokenLogprobs | None
     prompt_logprobs: PromptLogprobs | None
-    failure: str | None
+    failure: RowFailure | None
 
 
 class Scheduler:
@@ -302,8 +302,12 @@ class Scheduler:
 
     def _advance(self, request: Request, count: int, answer: _Answer, now: float) -> None:
         if answer.failure is not None:
-            self.pool.retract(request.blocks[request.num_found :])  # what fails once must not fail whoever shares it
-            self._end(request, error_output(request, RequestError(answer.failure)), now)
+            if answer.failure.asked_for:
+                error = request_error(InvalidRequest(answer.failure.message, fix="Relax them."))
+            else:
+                error = RequestError(answer.failure.message)
+                self.pool.retract(request.blocks[request.num_found :])  # it must not fail whoever shares them, too
+            self._end(request, error_output(request, error), now)
             return
         self.counters.computed_tokens += count
         request.num_computed += count
@@ -404,7 +408,7 @@ def _read(draft: PlanDraft, result: StepResult) -> list[_Answer]:
         )
     slots, drawn = unpack(result.slots, "H"), unpack(result.tokens)
     tokens = dict(zip(slots, drawn, strict=False))
-    failures = {failure.slot: failure.message for failure in result.failures}
+    failures = {failure.slot: failure for failure in result.failures}
     prompt_logprobs = {piece.slot: piece for piece in result.prompt_logprobs}
     due = {row.slot for row in draft.rows if row.samples} - failures.keys()
     if len(slots) != len(drawn) or len(slots) != len(tokens) or tokens.keys() - failures.keys() != due:

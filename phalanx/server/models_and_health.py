@@ -52,7 +52,7 @@ async def health(state: ServerState, request: Request) -> Response:
     reason = state.why_not_ready()
     if reason is None:
         return _json({"status": "ready"})
-    raise Unavailable(f"Not ready: {reason}.", retry_after=5.0)
+    raise Unavailable(f"Not ready: {reason.rstrip('.')}.", retry_after=5.0)
 
 
 async def live(state: ServerState, request: Request) -> Response:
@@ -60,7 +60,7 @@ async def live(state: ServerState, request: Request) -> Response:
     reason = state.why_not_alive()
     if reason is None:
         return _json({"status": "alive"})
-    raise Unavailable(f"Not alive: {reason}.", retry_after=5.0)
+    raise Unavailable(f"Not alive: {reason.rstrip('.')}.", retry_after=5.0)
 
 
 async def status(state: ServerState, request: Request) -> Response:

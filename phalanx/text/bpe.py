@@ -160,6 +160,6 @@ def build(make: Callable[[], Tokenizer], what: str) -> Tokenizer:
             raise
         detail = " ".join(str(error).split())[:300]
         raise FormatError(
-            f"The vocabulary in {what} cannot be used: {detail}",
+            f"The vocabulary in {what} cannot be used: {str(detail).rstrip('.')}.",
             fix="Fetch the file again, or name a folder with a tokenizer.json with --tokenizer.",
         ) from None

@@ -119,7 +119,7 @@ def check_syntax(source: str) -> None:
         Sandbox().parse(source)  # only parses: nothing of the template runs, not even its constants
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"The chat template has a syntax error in line {error.lineno}: {error.message}",
+            f"The chat template has a syntax error in line {error.lineno}: {str(error.message).rstrip('.')}.",
             fix="Mend it, or give another with --chat-template.",
         ) from None
     except RecursionError:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from phalanx.attention.base import StepLayout
 from phalanx.models.decoder import Decoder
 from phalanx.sampling.logprobs import token_logprobs
-from phalanx.sampling.sampler import NO_SCORES, Sampled, SamplingBatch, sample
+from phalanx.sampling.sampler import NO_CANDIDATE, NO_SCORES, Sampled, SamplingBatch, sample
 from phalanx.sampling.split_vocabulary import SplitSampler
 from phalanx.step import NO_TOKEN, PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs
 from phalanx.worker.kv_pool import KVPool
@@ -62,7 +62,7 @@ class ModelRunner:
                 sampled = self._sample(hidden, ends, rows, drawn, masks)
         for row, message in sampled.failures.items():
             slot = int(rows.slots[drawn[row]])
-            failures[slot] = RowFailure(slot, message)
+            failures[slot] = RowFailure(slot, message, asked_for=message == NO_CANDIDATE)
         slots = rows.slots[drawn]
         good = np.array([slot not in failures for slot in slots.tolist()], np.bool_)
         tokens = np.where(good, sampled.tokens, NO_TOKEN).astype(np.int32) if len(slots) else sampled.tokens

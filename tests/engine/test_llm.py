@@ -171,6 +171,13 @@ def test_logprobs(llm):
         assert position.chosen.data == llm.tokenizer.token_bytes(token)
 
 
+def test_constraints_that_leave_no_token_are_the_requests_fault(llm):
+    with pytest.raises(InvalidRequest, match="leave no token"):
+        llm.generate("hello", params(allowed_token_ids=(40,), bad_words=(llm.tokenizer.decode([40]),)))
+    with pytest.raises(InvalidRequest, match="leave no token"):
+        llm.generate("hello", params(repetition_penalty=1e-300))
+
+
 def test_prompt_logprobs_are_the_same_cached_chunked_or_preempted(llm, cramped_llm, model):
     wanted = params(prompt_logprobs=2, max_tokens=2)
     ids = llm.tokenizer.encode(PROMPTS[-1])

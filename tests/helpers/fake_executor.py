@@ -127,6 +127,7 @@ class FakeExecutor:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.fail_row: Callable[[int, int], bool] = lambda slot, step_id: False
+        self.failures_asked_for = False
         self.restart_layouts: list[CacheLayout | WorkerDied] = []
         self.lose_submit = False
         self.lose_result = False
@@ -213,7 +214,11 @@ class FakeExecutor:
             self._compute(slot, count, token, masks.get(index), plan.step_id)
             for index, (slot, count, token) in enumerate(zip(slots, counts, last, strict=True))
         ]
-        failures = [RowFailure(slot, "this row failed") for slot in slots if self.fail_row(slot, plan.step_id)]
+        failures = [
+            RowFailure(slot, "this row failed", self.failures_asked_for)
+            for slot in slots
+            if self.fail_row(slot, plan.step_id)
+        ]
         failed = {failure.slot for failure in failures}
         sampled = [
             (slot, a) for slot, a in zip(slots, answers, strict=True) if a.token is not None and slot not in failed

@@ -165,6 +165,23 @@ def test_a_failed_row_ends_its_request_only() -> None:
     assert driver.answers["b"].reason == "length"
 
 
+def test_a_request_that_cannot_be_met_is_refused_and_what_it_computed_stays() -> None:
+    driver = Driver(block_size=4)
+    driver.ask("a", [5] * 9).may_end.add("error")
+    driver.executor.fail_row = lambda slot, step_id: step_id == 2
+    driver.executor.failures_asked_for = True
+    outputs = []
+    while driver.engine.has_work:
+        outputs += driver.step()
+    (error,) = [output.error for output in outputs if output.error]
+    assert (error.status, error.type) == (400, "invalid_request_error")
+    driver.executor.fail_row = lambda slot, step_id: False
+    answer = driver.ask("b", [5] * 9, max_tokens=1)
+    driver.drain()
+    assert answer.output is not None
+    assert answer.output.num_cached_tokens == 8
+
+
 class BrokenGrammar(FakeGrammar):
     def __init__(self, broken: str) -> None:
         super().__init__(1, 20)
