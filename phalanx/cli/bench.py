@@ -1,4 +1,4 @@
-"""`phalanx bench latency` and `phalanx bench throughput`: flags, progress and output around `phalanx.bench`."""
+"""`phalanx bench latency`, `throughput` and `comm`: flags, progress and output around `phalanx.bench`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from phalanx.config import parse_size
 from phalanx.errors import ConfigError, UserError
 
 _SECTIONS = ("model", "cache", "scheduler", "parallel")
-_NOT_YET = ("serve", "comm")
+_NOT_YET = ("serve",)
 _KINDS = {
     "latency": "How fast a few requests are answered: first token, prompt and answer tokens a second.",
     "throughput": "How many answer tokens a second many requests at once get.",
 }
 _OVERVIEW = """\
-usage: phalanx bench {latency,throughput} [flags]
+usage: phalanx bench {latency,throughput,comm} [flags]
 
   latency      time to first token, prefill and decode speed of --batch-size requests
   throughput   output tokens a second of --num-prompts requests at once
+  comm         latency and bandwidth of what ranks exchange, beside gloo's; needs no model
 
 Prompts are distinct and random, answers greedy and of an exact length. The workloads of the benchmark table are:
 
@@ -33,7 +34,8 @@ Prompts are distinct and random, answers greedy and of an exact length. The work
   phalanx bench latency --batch-size 1 --input-len 1024 --output-len 1       prefill
   phalanx bench throughput --num-prompts 32 --input-len 128 --output-len 64  32 streams
 
-Both also report start_s, from making the engine to the first token. 'phalanx bench latency --help' lists the flags."""
+The first two also report start_s, from making the engine to the first token. 'phalanx bench latency --help' lists the
+flags."""
 
 
 def run(argv: list[str]) -> int:
@@ -42,17 +44,21 @@ def run(argv: list[str]) -> int:
         return 0 if argv else 2
     kind, rest = argv[0], argv[1:]
     if kind in _NOT_YET:
-        raise UsageError(f"'phalanx bench {kind}' is not in this version.", fix="Use latency or throughput.")
+        raise UsageError(f"'phalanx bench {kind}' is not in this version.", fix="Use latency, throughput or comm.")
+    if kind == "comm":
+        from phalanx.cli.bench_comm import run as run_comm
+
+        return run_comm(rest)
     if kind not in _KINDS:
-        raise UsageError(f"Unknown benchmark '{kind}'.", fix="Use latency or throughput.")
+        raise UsageError(f"Unknown benchmark '{kind}'.", fix="Use latency, throughput or comm.")
     parser = _parser(kind)
     chosen = settings(parser, rest)
     args = chosen.args
-    requests = _count(args, "num_prompts" if kind == "throughput" else "batch_size")
-    input_len, output_len = _count(args, "input_len"), _count(args, "output_len")
-    runs, warmup, target = _count(args, "runs"), _count(args, "warmup", least=0), args.json
+    requests = count(args, "num_prompts" if kind == "throughput" else "batch_size")
+    input_len, output_len = count(args, "input_len"), count(args, "output_len")
+    runs, warmup, target = count(args, "runs"), count(args, "warmup", least=0), args.json
     if target and target != "-":
-        _check_writable(Path(target))
+        check_writable(Path(target))
 
     from phalanx.bench.report import report, table
     from phalanx.bench.workload import Work, measure
@@ -90,7 +96,8 @@ def _parser(kind: str) -> Parser:
     return parser
 
 
-def _count(args: argparse.Namespace, name: str, least: int = 1) -> int:
+def count(args: argparse.Namespace, name: str, least: int = 1) -> int:
+    """The flag's value as a whole number. Raises UsageError."""
     flag = "--" + name.replace("_", "-")
     try:
         value = parse_size(getattr(args, name))
@@ -101,7 +108,7 @@ def _count(args: argparse.Namespace, name: str, least: int = 1) -> int:
     return value
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Before minutes of measuring, not after. Raises UserError."""
     folder = path.absolute().parent
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):

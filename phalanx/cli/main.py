@@ -30,7 +30,7 @@ COMMANDS = {
     "serve": Command("phalanx.cli.serve:run", "Start the OpenAI-compatible server."),
     "generate": Command("phalanx.cli.generate:run", "Answer one prompt and exit."),
     "chat": Command("phalanx.cli.chat:run", "Talk to a model in the terminal."),
-    "bench": Command("phalanx.cli.bench:run", "Measure latency or throughput."),
+    "bench": Command("phalanx.cli.bench:run", "Measure latency, throughput, or the exchange between ranks."),
     "plan": Command("phalanx.cli.plan:run", "Say how a model would be laid out over devices, and whether it fits."),
     "doctor": Command("phalanx.cli.doctor:run", "Check this machine and say what to mend."),
     "collect-env": Command("phalanx.cli.collect_env:run", "Print versions and hardware for a bug report."),

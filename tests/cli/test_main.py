@@ -79,7 +79,7 @@ def test_version(capsys):
         (["serve", "--port", "many"], "--port"),
         (["serve", "--dtype", "bf16"], "Choose one of auto, float32, bfloat16, float16."),
         (["serve", "--port"], "expected one argument"),
-        (["bench", "speed"], "Use latency or throughput."),
+        (["bench", "speed"], "Use latency, throughput or comm."),
         (["bench", "latency", "--runs", "0"], "at least 1"),
         (["generate", "x", "--temperature", "hot"], "not a number"),
         (["config", "explain"], "config check"),

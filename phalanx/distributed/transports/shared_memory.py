@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -50,6 +51,18 @@ _SMALL_SHAPES = 512
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
+class _Gather(NamedTuple):
+    """What is the same in every gather of one shape."""
+
+    what: int
+    shape: list[int]
+    rows: int
+    widths: list[int]
+    """Entries that each rank puts into a row."""
+    views: list[list[torch.Tensor]] | None
+    """By parity and rank, the slot as such a part; None when a part is longer than a slot."""
+
+
 class SharedMemoryGroup:
     def __init__(self, segment: Segment, rank: int, ranks: Sequence[int], timeout: float | None):
         """`ranks` are the members' numbers in the world, for messages; `timeout` in seconds bounds every wait."""
@@ -64,6 +77,7 @@ class SharedMemoryGroup:
         self._received = [0] * self.size
         self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._sliced: dict[tuple[int, torch.dtype], list[list[tuple[torch.Tensor, ...]]]] = {}
+        self._gathers: dict[tuple[torch.Size, torch.dtype, int, tuple[int, ...]], _Gather] = {}
         self._small: dict[tuple[torch.Size, torch.dtype], tuple[int, list[list[torch.Tensor]]]] = {}
 
     @classmethod
@@ -209,33 +223,59 @@ class SharedMemoryGroup:
 
     def all_gather(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
         mine = tensor.contiguous()
-        source, rows, inner = matrix(mine, dim)
-        self._check_lengths(lengths, tensor.shape[dim], self.rank)
-        out = mine.new_empty([*mine.shape[: dim % mine.dim()], sum(lengths), *mine.shape[dim % mine.dim() + 1 :]])
-        target = out.view(rows, -1) if out.numel() else out.view(rows, sum(lengths) * inner)
-        widths = [n * inner for n in lengths]
-        offsets = [sum(widths[:r]) for r in range(self.size)]
-        columns = dict(zip(range(self.size), zip(offsets, widths, strict=True), strict=True))
-        at, width = columns[self.rank]
-        target[:, at : at + width].copy_(source)
-        what = _what(GATHER, mine.dtype, out.numel() * out.element_size(), rows, inner, *lengths)
-        widest, room = max(widths), SLOT // mine.element_size()
-        across = max(min(widest, room), 1)
-        down = max(room // across, 1)
-        for row in range(0, max(rows, 1), down):
-            for column in range(0, max(widest, 1), across):
-                piece = source[row : row + down, column : column + across]
-                self._slot(self._next, self.rank, mine.dtype)[: piece.numel()].view(piece.shape).copy_(piece)
-                parity = self._exchange(what)
-                for r in self._others:
-                    at, width = columns[r]
-                    part = target[row : row + down, at + column : at + max(min(width, column + across), column)]
-                    part.copy_(self._slot(parity, r, mine.dtype)[: part.numel()].view(part.shape))
+        key = (mine.shape, mine.dtype, dim, tuple(lengths))
+        known = self._gathers.get(key)
+        if known is None:
+            if len(self._gathers) >= _SMALL_SHAPES:
+                self._gathers.clear()
+            known = self._gathers[key] = self._plan_gather(mine, dim, lengths)
+        out = mine.new_empty(known.shape)
+        source, target = mine.view(known.rows, known.widths[self.rank]), out.view(known.rows, sum(known.widths))
+        parts = torch.split(target, known.widths, 1)
+        parts[self.rank].copy_(source)
+        if known.views is None:
+            self._gather_in_pieces(source, parts, known)
+            return out
+        known.views[self._next][self.rank].copy_(source)
+        slots = known.views[self._exchange(known.what)]
+        for r in self._others:
+            parts[r].copy_(slots[r])
         return out
 
+    def _plan_gather(self, mine: torch.Tensor, dim: int, lengths: Sequence[int]) -> _Gather:
+        rows, inner = matrix(mine.shape, dim)
+        dim %= mine.dim()
+        if len(lengths) != self.size or lengths[self.rank] != mine.shape[dim]:
+            raise self._misfit(lengths, mine.shape[dim])
+        shape = [*mine.shape[:dim], sum(lengths), *mine.shape[dim + 1 :]]
+        widths = [n * inner for n in lengths]
+        nbytes = rows * sum(widths) * mine.element_size()
+        what = _what(GATHER, mine.dtype, nbytes, rows, inner, *lengths)
+        if rows * max(widths) * mine.element_size() > SLOT:
+            return _Gather(what, shape, rows, widths, None)
+        views = [
+            [self._slot(parity, r, mine.dtype)[: rows * w].view(rows, w) for r, w in enumerate(widths)]
+            for parity in (0, 1)
+        ]
+        return _Gather(what, shape, rows, widths, views)
+
+    def _gather_in_pieces(self, source: torch.Tensor, parts: Sequence[torch.Tensor], known: _Gather) -> None:
+        """Some rows at a time, or some columns of one row."""
+        dtype, widest = source.dtype, max(known.widths)
+        across = min(widest, SLOT // dtype.itemsize)
+        down = SLOT // dtype.itemsize // across
+        for row in range(0, known.rows, down):
+            for column in range(0, widest, across):
+                piece = source[row : row + down, column : column + across]
+                self._slot(self._next, self.rank, dtype)[: piece.numel()].view(piece.shape).copy_(piece)
+                parity = self._exchange(known.what)
+                for r in self._others:
+                    part = parts[r][row : row + down, column : column + across]
+                    part.copy_(self._slot(parity, r, dtype)[: part.numel()].view(part.shape))
+
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, lengths: Sequence[int]) -> torch.Tensor:
-        matrix(tensor.contiguous(), dim)
-        self._check_lengths([tensor.shape[dim]], sum(lengths), 0)
+        if len(lengths) != self.size or sum(lengths) != tensor.shape[dim]:
+            raise self._misfit(lengths, tensor.shape[dim])
         leading = tensor.movedim(dim, 0).contiguous()
         row = leading.shape[1:].numel()
         first = sum(lengths[: self.rank]) * row
@@ -301,11 +341,10 @@ class SharedMemoryGroup:
     def barrier(self) -> None:
         self._exchange(_what(BARRIER, torch.uint8, 0))
 
-    def _check_lengths(self, lengths: Sequence[int], expected: int, place: int) -> None:
-        if place >= len(lengths) or lengths[place] != expected:
-            raise self._broken(
-                f"Rank {self._ranks[self.rank]} was given lengths {list(lengths)}, which do not fit its own {expected}."
-            )
+    def _misfit(self, lengths: Sequence[int], mine: int) -> GroupBroken:
+        return self._broken(
+            f"Rank {self._ranks[self.rank]} was given lengths {list(lengths)}, which do not fit its own {mine}."
+        )
 
     # -- pairs -------------------------------------------------------------------------------------------------
 
@@ -355,6 +394,7 @@ class SharedMemoryGroup:
             self._segment.leave()
         self._views.clear()
         self._sliced.clear()
+        self._gathers.clear()
         self._small.clear()
         self._segment.close()
 

@@ -45,14 +45,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def matrix(tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, int, int]:
-    """A contiguous tensor as rows, one for each index before `dim`: the matrix, its rows, and entries per index of
-    `dim`. Raises ValueError for a dimension that it does not have."""
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"a tensor of {tensor.dim()} dimensions has no dimension {dim}")
-    dim %= tensor.dim()
-    rows, inner = tensor.shape[:dim].numel(), tensor.shape[dim + 1 :].numel()
-    return tensor.view(rows, tensor.shape[dim] * inner), rows, inner
+def matrix(shape: torch.Size, dim: int) -> tuple[int, int]:
+    """A shape seen as rows, one for each index before `dim`: how many, and how many entries each index of `dim` has in
+    a row. Raises ValueError for a dimension that there is not."""
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"a tensor of {len(shape)} dimensions has no dimension {dim}")
+    dim %= len(shape)
+    return shape[:dim].numel(), shape[dim + 1 :].numel()
 
 
 def described(operation: int, dtype: int, nbytes: int) -> str:
