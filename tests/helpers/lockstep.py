@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from phalanx.distributed.collectives import Group, Groups, SingleGroup
+from phalanx.distributed.mesh import AXES, Mesh
+
 T = TypeVar("T")
 
 
@@ -57,7 +60,7 @@ class LockstepGroup:
         return taken
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        result: torch.Tensor = self._all(tensor.clone())[source]
+        result: torch.Tensor = self._all(tensor.clone())[source].clone()  # each rank may change its own
         return result
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -67,7 +70,8 @@ class LockstepGroup:
 
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         with self.meeting.posted:
-            self.meeting.posted.wait_for(lambda: self.meeting.mail.get((source, self.rank)), timeout=30)
+            came = self.meeting.posted.wait_for(lambda: self.meeting.mail.get((source, self.rank)), timeout=30)
+            assert came, f"nothing came from {source}"
             tensor = self.meeting.mail[source, self.rank].pop(0)
         assert tensor.shape == shape and tensor.dtype == dtype
         return tensor
@@ -79,15 +83,35 @@ class LockstepGroup:
 def run_ranks(size: int, body: Callable[[LockstepGroup], T]) -> list[T]:
     """`body` on every rank of a group, each on its own thread; the results in rank order, or the first failure."""
     meeting = Meeting(size)
+    return _run(size, lambda rank: body(LockstepGroup(meeting, rank)), [meeting])
+
+
+def run_mesh(mesh: Mesh, body: Callable[[int, Groups], T]) -> list[T]:
+    """`body` on every rank of a mesh, with a group for each axis; the results in rank order, or the first failure."""
+    meetings = {(axis, ranks): Meeting(len(ranks)) for axis in AXES for ranks in mesh.groups(axis) if len(ranks) > 1}
+
+    def groups_of(rank: int) -> Groups:
+        groups: dict[str, Group] = {}
+        for axis in AXES:
+            ranks = mesh.group(axis, rank)
+            meeting = meetings.get((axis, ranks))
+            groups[axis] = SingleGroup() if meeting is None else LockstepGroup(meeting, ranks.index(rank))
+        return Groups(**groups)
+
+    return _run(mesh.world_size, lambda rank: body(rank, groups_of(rank)), list(meetings.values()))
+
+
+def _run(size: int, body: Callable[[int], T], meetings: Sequence[Meeting]) -> list[T]:
     results: list[Any] = [None] * size
     failures: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            results[rank] = body(LockstepGroup(meeting, rank))
+            results[rank] = body(rank)
         except BaseException as error:
             failures.append(error)
-            meeting.barrier.abort()
+            for meeting in meetings:
+                meeting.barrier.abort()
 
     threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:

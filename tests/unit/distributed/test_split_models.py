@@ -43,7 +43,7 @@ def split_logits(
     return run_ranks(ranks, body)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [4])
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_tensor_ranks(family: str, ranks: int) -> None:
     overrides: dict[str, Any] = {"num_attention_heads": 4, "hidden_size": 64} if ranks == 4 and family in (
