@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Protocol
@@ -218,6 +218,13 @@ class HubExecutor:
     def check_health(self) -> list[WorkerStatus]:
         broken = self._abort.reason is not None
         return [member.status(self._epoch, broken=broken) for member in self._members]
+
+    def hang_up(self, ranks: Container[int]) -> None:
+        """Ranks whose launcher knows that they are gone, or hang, before their connections end. From any thread."""
+        with self._changed:
+            for member in self._members:
+                if member.rank in ranks and member.stream is not None:
+                    member.stream.shut()
 
     def close(self) -> None:
         """As `Executor.close`; `start` may be called again."""

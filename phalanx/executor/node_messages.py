@@ -21,7 +21,7 @@ BEAT_S = 0.5
 PATIENCE_S = 10.0
 """A node that has said nothing for so long, though its kernel still answers, is hung."""
 
-SILENCE_MS = 3000
+SILENCE_MS = 2500
 """A node whose kernel has acknowledged nothing for so long is gone."""
 
 

@@ -139,6 +139,8 @@ class NodesLauncher:
         self._supervisor = SupervisorProcess(zygote=config.model.device == "cpu")
         self._local: SupervisorLauncher | None = None
         self._lives = itertools.count()
+        self.on_loss: Callable[[range], None] | None = None
+        """Told the ranks of a node that is lost."""
         self._closed = False
         if not parallel.transport_key:
             log.warning(
@@ -450,7 +452,7 @@ class NodesLauncher:
                     if process is not None and process.life == life:
                         process.cause = cause
                 case Leaving(reason=reason):
-                    node.lost = node.lost or reason
+                    node.lost = node.lost or reason  # the end of its connection follows
                 case Beat() | _:
                     pass
             self._changed.notify_all()
@@ -461,6 +463,8 @@ class NodesLauncher:
                 return
             node.lost = node.lost or why
             self._changed.notify_all()
+        if self._counts and self.on_loss is not None:
+            self.on_loss(self._range_of(node))
         log.error("Lost %s%s: %s.", node.shown, f", with {self._ranks_of(node)}" if self._counts else "", node.lost)
 
     def _beat(self) -> None:
@@ -489,9 +493,13 @@ class NodesLauncher:
             rank -= count
         return None
 
+    def _range_of(self, node: _Node) -> range:
+        first = sum(self._counts[: node.hello.node])
+        return range(first, first + self._counts[node.hello.node])
+
     def _ranks_of(self, node: _Node) -> str:
-        index = node.hello.node
-        return _ranks(sum(self._counts[:index]), self._counts[index])
+        ranks = self._range_of(node)
+        return _ranks(ranks.start, len(ranks))
 
     def _lost_with_ranks(self, node: _Node) -> str:
         return f"{node.shown} was lost, with {self._ranks_of(node)}: {node.lost}"
@@ -500,7 +508,9 @@ class NodesLauncher:
 def nodes_executor(config: EngineConfig, layout: Layout) -> HubExecutor:
     """For node 0 of several. Raises ConfigError for an address or a port that cannot be used."""
     launcher = NodesLauncher(config, layout)
-    return HubExecutor(launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key)
+    executor = HubExecutor(launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key)
+    launcher.on_loss = executor.hang_up
+    return executor
 
 
 def _cores() -> int:
