@@ -527,7 +527,7 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         )
     if not 0 < parallel.master_port <= 65535:
         raise ConfigError(f"--master-port is {parallel.master_port}; it must be between 1 and 65535.")
-    if parallel.nnodes > 1 and not parallel.master_addr:
+    if parallel.nnodes > 1 and not parallel.master_addr and parallel.distributed_executor_backend != "ray":
         raise ConfigError(
             f"--nnodes is {parallel.nnodes}, but the nodes do not know where to meet.",
             fix="Give every node the same --master-addr: an address of node 0 that all can reach.",

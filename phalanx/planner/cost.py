@@ -63,9 +63,9 @@ def exchange_seconds(demand: Demand, devices: Sequence[Device], rows: float) -> 
 
 
 def stage_seconds(budget: Budget, rows: float) -> tuple[float, ...]:
-    """A decoding step of each pipeline stage with `rows` requests, half of the longest context cached."""
+    """A decoding step of each pipeline stage with `rows` typical requests, half of each cached."""
     demand, layout = budget.demand, budget.layout
-    context = demand.max_model_len / 2
+    context = demand.typical / 2
     times = []
     for stage in range(len(layout.widths)):
         ranks = [rank for rank in budget.ranks if rank.place.pp == stage]
@@ -94,5 +94,5 @@ def tokens_per_second(budget: Budget, rows: float) -> float:
 
 
 def full_load(budget: Budget) -> float:
-    """Requests that run at once when all have full length: what memory holds, at most what is allowed."""
-    return max(1.0, min(budget.concurrency, budget.demand.max_num_seqs))
+    """Typical requests that run at once: what memory holds, at most what is allowed."""
+    return max(1.0, min(budget.tokens / budget.demand.typical, budget.demand.max_num_seqs))

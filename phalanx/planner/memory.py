@@ -19,6 +19,8 @@ from phalanx.planner.devices import Device
 from phalanx.worker.limits import Memory
 from phalanx.worker.memory import activation_bytes, cache_budget
 
+TYPICAL = 1024
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -73,6 +75,17 @@ class Demand:
     def enough(self) -> int:
         """Blocks that all requests at full length fill; more are never allocated."""
         return self.max_num_seqs * self.blocks_per_request
+
+    @property
+    def typical(self) -> int:
+        """Tokens of a typical request, prompt and answer: few are as long as the longest."""
+        return min(TYPICAL, self.max_model_len)
+
+    @property
+    def plenty(self) -> int:
+        """Blocks with which memory is no concern: for all requests at typical length, and one at full length."""
+        typical = self.max_num_seqs * -(-self.typical // self.cache.block_size)
+        return max(typical, self.blocks_per_request)
 
     def kv_budget(self, device: Device, weights: int) -> int:
         """Bytes that the cache may take on `device` beside `weights`; below zero by what is missing."""

@@ -195,7 +195,8 @@ def _time_lines(plan: Plan) -> list[str]:
     stages = ", ".join(f"{seconds * 1e3:.1f} ms" for seconds in times)
     ground = "" if measured else "; speeds assumed, give devices speed= for better ones"
     step = f"stages {stages}" if len(times) > 1 else stages
-    rate = f"{plan.tokens_per_second:,.0f} tokens/s with {plan.load:.3g} requests of full length"
+    typical = plan.budget.demand.typical
+    rate = f"{plan.tokens_per_second:,.0f} tokens/s with {plan.load:.0f} requests of {typical:,} tokens"
     return [f"Estimated decoding step: {step}; {rate}{ground}"]
 
 

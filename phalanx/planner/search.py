@@ -1,7 +1,7 @@
 """Which split: shares of tensor ranks, layers of stages, and the layout itself where only devices are given.
 
-Devices of equal speed are split by memory: the KV cache becomes as large as requests can use, and of the splits that
-give (almost) that, the one whose slowest stage is fastest is taken. Where speeds differ, splits between "by memory" and
+On devices of equal speed the KV cache comes first: it shall hold all requests at typical length, or as much as any
+split allows; of the splits that give that, the fastest is taken. Where speeds differ, splits between "by memory" and
 "by speed" are tried and the one with the most estimated tokens per second under full load is taken. Layers are split
 exactly, by dynamic programming over contiguous ranges, embedding and head counted. Pure: no I/O.
 """
@@ -26,6 +26,9 @@ from phalanx.planner.memory import Budget, Demand, Layout, budget
 SLACK = 0.98
 """Part of the largest possible KV cache that a split must keep; the rest may be given up for speed."""
 
+BUSY = 32
+"""Requests for which stages are brought level: with more, caches weigh more than the head; with fewer, less."""
+
 _ALIKE = 1.1
 """Speeds that differ by no more than this factor count as equal: measurements waver."""
 
@@ -43,7 +46,7 @@ class Plan:
     devices: tuple[Device, ...]
     """One a rank."""
     load: float
-    """Requests of full length at once."""
+    """Typical requests at once."""
     tokens_per_second: float
     """Under that load, estimated."""
 
@@ -133,15 +136,24 @@ def _lay_out(demand: Demand, given: Layout, devices: Sequence[Device]) -> Plan:
     stages = _by_stage(given.widths, devices)
     for stage in range(len(stages)):
         given.split(demand.spec, stage)  # what cannot be cut is said before anything is searched
+    mixed = not given.tensor_weights and not all(_same(part) for part in stages)
     plans = []
-    for mixture in (0.0,) if _alike(devices) or max(given.widths) == 1 else _MIXTURES:
+    for mixture in _MIXTURES if mixed else (0.0,):
         weights = given.tensor_weights or tuple(_shares(demand, part, mixture) for part in stages)
         for layers in _stage_layers(demand, given, weights, stages, by_memory=_alike(devices)):
             layout = Layout(given.widths, weights, layers)
             if not given.tensor_weights and mixture == 0.0:
                 layout = _refined(demand, layout, stages, devices)
             plans.append(_plan(demand, layout, devices))
+    if _alike(devices):
+        wanted = _wanted(demand, max(plan.budget.capacity for plan in plans))
+        plans = [plan for plan in plans if plan.budget.capacity >= wanted]
     return max(plans, key=lambda plan: plan.order)
+
+
+def _wanted(demand: Demand, most: float) -> float:
+    """Blocks that a split must have room for where the best one has room for `most`."""
+    return max(min(most * SLACK, demand.plenty, demand.enough), min(most, demand.blocks_per_request))
 
 
 def _plan(demand: Demand, layout: Layout, devices: Sequence[Device]) -> Plan:
@@ -236,11 +248,11 @@ def _stage_layers(
     most = min(t.blocks(a, b) for t, (a, b) in zip(tables, _ranges(roomiest), strict=True))
     if most < demand.blocks_per_request:
         return [roomiest]
-    largest = min(most * SLACK, demand.enough)
-    targets = [max(largest, demand.blocks_per_request)]
+    targets = [_wanted(demand, most)]
     if not by_memory:
-        targets += [max(largest * part, demand.blocks_per_request) for part in (0.75, 0.5, 0.25, 0.0)]
-    rows = max(1.0, min(demand.max_num_seqs, most / demand.blocks_per_request) / len(stages))
+        targets += [max(targets[0] * part, demand.blocks_per_request) for part in (0.75, 0.5, 0.25, 0.0)]
+    load = min(demand.max_num_seqs, most * demand.cache.block_size / demand.typical, BUSY)
+    rows = max(1.0, load / len(stages))
     proposals = []
     for target in targets:
 
@@ -323,7 +335,7 @@ class _Stage:
 
     def seconds(self, start: int, end: int, rows: float) -> float:
         """Of one decoding step with `rows` requests."""
-        context = self._demand.max_model_len / 2 * rows
+        context = self._demand.typical / 2 * rows
         slowest = max(
             (
                 self._read[r]

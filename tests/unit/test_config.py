@@ -157,3 +157,77 @@ def test_what_cannot_be(options, complaint):
     with pytest.raises(ConfigError) as caught:
         resolved(**options)
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("tensor_split", " 3, 1.5 ", "3,1.5"),
+        ("tensor_split", "2,1;1", "2,1;1"),
+        ("tensor_split", "auto", "auto"),
+        ("pipeline_split", "20, 10", "20,10"),
+        ("pipeline_tensor_sizes", "2,1", "2,1"),
+        ("worker_resources", "fast=0.5", ("fast=0.5",)),
+        ("worker_labels", ["zone=a", "disk=ssd"], ("zone=a", "disk=ssd")),
+    ],
+)
+def test_layout_options(name, text, value):
+    assert getattr(EngineConfig.from_options(**{name: text}).parallel, name) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *[("tensor_split", text) for text in ("", "0,1", "a,b", "1,,2", "-1,1", "1;", "1e9,1", "nan,1", "١,1")],
+        *[("pipeline_split", text) for text in ("", "0,1", "1.5,2", "20;10", "-1")],
+        *[("pipeline_tensor_sizes", text) for text in ("", "0", "auto", "2,x")],
+        *[("worker_resources", text) for text in ("fast", "=1", "fast=0", "fast=x", "fast=-1")],
+        *[("worker_labels", text) for text in ("zone", "zone=", "=a")],
+        ("placement_strategy", "RANDOM"),
+    ],
+)
+def test_layout_options_that_cannot_be_read(name, text):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(**{name: text})
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"nnodes": 0}, "--nnodes is 0"),
+        ({"nnodes": 2, "node_rank": 2}, "numbered from 0 to 1"),
+        ({"node_rank": 1}, "--nnodes 1"),
+        ({"nnodes": 2, "tensor_parallel_size": 2}, "--master-addr"),
+        ({"nnodes": 3, "tensor_parallel_size": 2, "master_addr": "a"}, "3 nodes cannot share 2"),
+        ({"master_port": 0}, "--master-port is 0"),
+        ({"master_port": 65536}, "--master-port is 65536"),
+        ({"headless": True}, "--headless"),
+        ({"num_cpus_per_worker": -1.0}, "--num-cpus-per-worker is -1"),
+        ({"num_gpus_per_worker": float("nan")}, "--num-gpus-per-worker is nan"),
+        ({"tensor_split": "1,2"}, "each of 1 tensor ranks"),
+        ({"tensor_parallel_size": 2, "tensor_split": "1,2;1"}, "each of 2 tensor ranks"),
+        ({"pipeline_tensor_sizes": "2,1", "tensor_split": "1,2"}, "each of 2 and 1 tensor ranks in each of 2 stages"),
+        ({"pipeline_split": "1,2"}, "names 2 stages, but there are 1"),
+        ({"pipeline_tensor_sizes": "2,1", "tensor_parallel_size": 3}, "--tensor-parallel-size is 3"),
+        ({"pipeline_tensor_sizes": "2,1", "pipeline_parallel_size": 3}, "--pipeline-parallel-size is 3"),
+    ],
+)
+def test_layouts_that_cannot_be(options, complaint):
+    with pytest.raises(ConfigError) as caught:
+        resolved(**options)
+    assert complaint in str(caught.value)
+
+
+def test_sizes_splits_and_the_executor_of_a_layout():
+    wide = resolved(pipeline_tensor_sizes="2,1", tensor_split="3,1;1", pipeline_split="20,10").parallel
+    assert (wide.widths, wide.world_size) == ((2, 1), 3)
+    assert (wide.pipeline_parallel_size, wide.tensor_parallel_size) == (2, 2)
+    assert wide.tensor_weights == ((3.0, 1.0), (1.0,))
+    assert wide.stage_layers == (20, 10)
+    assert wide.distributed_executor_backend == "mp"
+    same = resolved(pipeline_tensor_sizes="2,2", tensor_split="3,1").parallel
+    assert (same.pipeline_tensor_sizes, same.widths) == (None, (2, 2))
+    assert same.tensor_weights == ((3.0, 1.0), (3.0, 1.0))
+    assert resolved(distributed_executor_backend="mp").parallel.distributed_executor_backend == "mp"
+    assert resolved(tensor_parallel_size=2, distributed_executor_backend="ray").parallel.world_size == 2

@@ -1,4 +1,4 @@
-"""What people read: the table, the lines that they look for, and refusals that say what is missing and what would do."""
+"""What people read: the table, the lines that they look for, refusals that say what is missing and what would do."""
 
 import re
 
@@ -41,7 +41,7 @@ def test_the_largest_context_that_fits_is_offered_and_does_fit():
 
 
 def test_uneven_stages_on_uneven_cards_name_the_card_that_binds():
-    """16 and 32 layers on cards of 16 and 32 GB: users saw "24 GiB needed, 3.18 available" with half the cards empty."""
+    """16 and 32 layers on cards of 16 and 32 GB: users saw "24 GiB needed, 3.18 available" with cards half empty."""
     spec = llama(heads=40, layers=48, max_position_embeddings=32_768)
     devices, options = ["name=small,memory=16G", "name=large,memory=32G"], {"pipeline_parallel_size": 2}
     plan = plan_for(spec, *devices, **options, pipeline_split="32,16")

@@ -46,16 +46,22 @@ def test_no_other_cut_has_a_smaller_largest_cost(data, layers, stages):
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize("vocab", [1000, 200_000])
 def test_the_slowest_stage_is_as_fast_as_can_be(stages, vocab):
-    """Among all cuts that hold the same cache, none has a faster slowest stage: embedding and head counted."""
+    """Among all cuts with room for what requests need, none has a faster slowest stage: embedding and head counted."""
     spec = llama(heads=8, layers=10, vocab_size=vocab)
-    plan = plan_for(spec, f"name=x,memory=64G,count={stages}", pipeline_parallel_size=stages, max_num_seqs=4)
-    demand, _ = demand_of(spec, max_num_seqs=4)
-    rows = max(plan.load / stages, 1)
-    ours = max(cost.stage_seconds(plan.budget, rows))
-    for cuts in itertools.combinations(range(1, 10), stages - 1):
-        layers = tuple(b - a for a, b in itertools.pairwise((0, *cuts, 10)))
-        other = budget(demand, Layout((1,) * stages, (), layers), plan.devices)
-        assert other.blocks < plan.budget.blocks or max(cost.stage_seconds(other, rows)) >= ours - 1e-12
+    for memory in ("64G", "1700M"):
+        plan = plan_for(spec, f"name=x,memory={memory},count={stages}", pipeline_parallel_size=stages, max_num_seqs=64)
+        demand = plan.budget.demand
+        rows = max(min(plan.load, search.BUSY) / stages, 1)
+        ours = max(cost.stage_seconds(plan.budget, rows))
+        others = []
+        for cuts in itertools.combinations(range(1, 10), stages - 1):
+            layers = tuple(b - a for a, b in itertools.pairwise((0, *cuts, 10)))
+            others.append(budget(demand, Layout((1,) * stages, (), layers), plan.devices))
+        wanted = min(demand.plenty, 0.98 * max(other.capacity for other in others))
+        assert plan.budget.fits
+        assert plan.budget.capacity >= wanted
+        fastest = min(max(cost.stage_seconds(other, rows)) for other in others if other.capacity >= wanted)
+        assert ours <= fastest * 1.0001
 
 
 def test_a_large_vocabulary_takes_layers_from_the_stage_that_has_the_head():
@@ -75,7 +81,7 @@ def test_a_slow_device_gets_fewer_layers_and_the_stage_times_are_level():
         pipeline_parallel_size=3, max_num_seqs=8,
     )  # fmt: skip
     first, slow, last = plan.budget.layout.stage_layers
-    assert slow * 2 < min(first, last)
+    assert slow * 2 <= min(first, last)
     times = cost.stage_seconds(plan.budget, max(plan.load / 3, 1))
     even = cost.stage_seconds(budget(plan.budget.demand, Layout((1, 1, 1), (), (8, 8, 8)), plan.devices), 8 / 3)
     assert max(times) < 0.6 * max(even)
@@ -222,7 +228,7 @@ def test_a_step_reads_what_a_rank_holds_once():
     spec = llama(heads=8, layers=4, vocab_size=1000)
     plan = plan_for(spec, "name=x,memory=24G,speed=100g")
     table = 1000 * spec.hidden_size * 2
-    cached = spec.kv_bytes_per_token("bfloat16") * 2048 * 3
+    cached = spec.kv_bytes_per_token("bfloat16") * 512 * 3
     (seconds,) = cost.stage_seconds(plan.budget, 3)
     assert seconds == pytest.approx((spec.weight_bytes("bfloat16") - table + cached) / 100e9)
 
