@@ -1,14 +1,16 @@
 """What a process died of, in words: its wait status, and whether the kernel ended it for want of memory.
 
 The kernel does not say so to the parent; it counts. A control group counts the processes that it lost that way
-(`oom_kill`, in cgroup v1 and v2), whichever limit was reached; where that cannot be read, the machine's count since its
-boot must do. Reads files under `/proc` and `/sys` only.
+(`oom_kill`, in cgroup v1 and v2), whichever limit was reached, and so does the machine. Counts are looked at now and
+then, so that only what happened lately is blamed. Reads files under `/proc` and `/sys` only.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.worker.limits import group_folders
@@ -19,45 +21,49 @@ _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _UNLIMITED = 2**60
 
 
+@dataclass
+class _Sample:
+    machine: int
+    groups: dict[Path, int] = field(default_factory=dict)
+
+
 class MemoryKills:
-    """Compares the kernel's counts from one death to the next. `root` is where /proc and /sys are found."""
+    """Processes that the kernel ended for want of memory. `root` is where /proc and /sys are found."""
 
     def __init__(self, root: Path = Path("/")):
         self._root = root
-        self._machine = self._machine_count()
-        self._groups: dict[Path, int] = {}
-        self.watch("self")
+        self._folders: dict[int, list[Path]] = {}
+        """The groups of each process, its own first: a dead one has none any more."""
+        self._older = self._newer = self._sample()
 
-    def watch(self, process: int | str) -> None:
-        """Remember the count of the group that `process` is in now."""
-        folder = self._group(process)
-        if folder is not None and folder not in self._groups:
-            self._groups[folder] = _count(folder)
+    def look(self, processes: Iterable[int]) -> None:
+        """Remember the groups of these and how the counts stand: call it when a process starts, and once a second or
+        less often. The calls before the last one are what `blame` compares with."""
+        for process in processes:
+            folders = list(group_folders(self._root, "memory", process))
+            if folders:
+                self._folders[process] = folders
+        self._older, self._newer = self._newer, self._sample()
 
-    def blame(self, process: int | str) -> str | None:
-        """Why the kernel ended `process`, which is a zombie, when it was for want of memory."""
-        folder = self._group(process)
-        before, self._machine = self._machine, self._machine_count()
-        if folder is not None and any((folder / name).exists() for name in _COUNTERS):
-            earlier, now = self._groups.get(folder, 0), _count(folder)
-            self._groups[folder] = now
-            return self._words(process) if now > earlier else None
-        return self._words(process) if self._machine > before else None
+    def blame(self, process: int) -> str | None:
+        """Why the kernel has just ended `process`, if it was for want of memory."""
+        folders, now = self._folders.pop(process, []), self._sample()
+        own = folders[0] if folders else None
+        if own is not None and _count(own) > self._older.groups.get(own, 0):
+            limits = [n for folder in folders for n in _numbers(folder) if n < _UNLIMITED]
+            if limits:
+                return (
+                    f"out of memory: the kernel ended it, its control group may use {readable(min(limits))}; give it "
+                    "more, or the KV cache less"
+                )
+            return "out of memory: the kernel ended it"
+        if now.machine > self._older.machine:
+            return "out of memory, it seems: at that time the kernel ended a process for want of it"
+        return None
 
-    def _words(self, process: int | str) -> str:
-        limits = [n for f in group_folders(self._root, "memory", process) for n in _numbers(f) if n < _UNLIMITED]
-        if not limits:
-            return "out of memory: the kernel ended it, the machine had none left"
-        return (
-            "out of memory: the kernel ended it, its control group may use "
-            f"{readable(min(limits))}; give it more, or the KV cache less"
-        )
-
-    def _group(self, process: int | str) -> Path | None:
-        return next(group_folders(self._root, "memory", process), None)
-
-    def _machine_count(self) -> int:
-        return _field(self._root / "proc/vmstat", "oom_kill")
+    def _sample(self) -> _Sample:
+        groups = {folders[0]: _count(folders[0]) for folders in self._folders.values()}
+        return _Sample(_field(self._root / "proc/vmstat", "oom_kill"), groups)
 
 
 def _count(folder: Path) -> int:

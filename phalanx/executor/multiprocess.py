@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from phalanx import env
 from phalanx.executor.death import describe
 from phalanx.executor.hub import HubExecutor, Layout
 from phalanx.executor.messages import RankStart
@@ -39,7 +40,12 @@ def start_supervisor(*, zygote: bool = True) -> tuple[subprocess.Popen[bytes], s
     command += ["--thread-stays"] if threading.current_thread() is threading.main_thread() else []
     with theirs:
         process = subprocess.Popen(
-            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=2, process_group=0
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            process_group=0,
+            env=env.for_engine(),
         )
     return process, ours
 

@@ -21,6 +21,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from phalanx.executor.death import MemoryKills, describe
 from phalanx.executor.messages import RankStart
 
 _PR_SET_PDEATHSIG = 1
+
+_LOOK_MS = 1000
 
 _WORDS = 1000
 """Bytes of a rank's last words."""
@@ -119,6 +122,7 @@ class Supervisor:
         self._ranks: dict[int, _Child] = {}
         """By pidfd."""
         self._memory_kills = MemoryKills()
+        self._looked = 0.0
 
     def run(self) -> None:
         """At its end every rank is killed and reaped."""
@@ -127,7 +131,7 @@ class Supervisor:
                 poll = select.poll()
                 for fd in (self._sock.fileno(), self._parent, *self._ranks):
                     poll.register(fd, select.POLLIN)
-                for fd, _ in poll.poll():
+                for fd, _ in poll.poll(_LOOK_MS if self._ranks else None):
                     if fd == self._parent:
                         return
                     if fd in self._ranks:
@@ -136,10 +140,17 @@ class Supervisor:
                         self._obey(_to.decode(data))
                     else:
                         return
+                self._look()
         except (OSError, msgspec.DecodeError):
             return
         finally:
             self._kill_all()
+
+    def _look(self) -> None:
+        """At how much memory has killed, once in a while."""
+        if self._ranks and time.monotonic() - self._looked > _LOOK_MS / 1000:
+            self._looked = time.monotonic()
+            self._memory_kills.look(child.pid for child in self._ranks.values())
 
     def _obey(self, message: ToSupervisor) -> None:
         match message:
@@ -162,6 +173,7 @@ class Supervisor:
         finally:
             os.close(pen)
         self._ranks[os.pidfd_open(pid)] = _Child(start.rank, pid, words)
+        self._memory_kills.look([pid])
         send(self._sock, Started(start.rank, pid))
 
     def _fork(self, start: RankStart, words: int, pen: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from phalanx.executor.hub import HubExecutor, Layout
 from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
 from phalanx.sampling_params import SamplingParams
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import descendants, wait_until
 
 
 class Launcher(SupervisorLauncher):
@@ -96,6 +96,13 @@ def start_engine(executor: Executor, config: EngineConfig) -> Engine:
 
 
 def left_behind() -> set[str]:
-    """Abstract sockets and shared memory with our name, of all processes of this machine."""
-    sockets = re.findall(r"@(phalanx-\w+)", Path("/proc/net/unix").read_text())
-    return {*sockets, *(f"/dev/shm/{name}" for name in os.listdir("/dev/shm"))}
+    """Listening places with our name that this process or one below it holds, and our names in /dev/shm. (What only
+    dead processes held, the kernel has taken back.)"""
+    held = set()
+    for pid in (os.getpid(), *descendants()):
+        for fd in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                held.add(os.readlink(fd).removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    names = {f[7] for f in lines if len(f) > 7 and f[7].startswith("@phalanx-") and f[6] in held}
+    return names | {name for name in os.listdir("/dev/shm") if "phalanx" in name}

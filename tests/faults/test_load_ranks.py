@@ -1,0 +1,281 @@
+"""A start that fails says in seconds which rank, where, and why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx.distributed.mesh import Mesh
+from phalanx.errors import CheckpointError, NotEnoughMemory, PhalanxError
+from phalanx.executor import hub
+from phalanx.executor.base import WorkerDied
+from phalanx.executor.death import MemoryKills, describe
+from tests.helpers.plans import Run, admission, answer, plan
+from tests.helpers.processes import descendants, wait_until
+from tests.helpers.rank_processes import launcher, left_behind, mp_executor, pids
+from tests.helpers.worker_model import engine_config, write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+NODE = platform.node()
+
+
+@pytest.fixture(scope="module")
+def config(rank_model):
+    return engine_config(rank_model)
+
+
+@contextlib.contextmanager
+def fails_cleanly(supervisor, seconds: float) -> Iterator[None]:
+    """What is tried fails within so many seconds, and then nothing is left of it."""
+    supervisor.start()
+    before, names, began = descendants(), left_behind(), time.monotonic()
+    yield
+    assert time.monotonic() - began < seconds
+    assert descendants() <= before
+    assert left_behind() <= names
+
+
+class TestKilledWhileStarting:
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+    def test_before_it_joins(self, supervisor, config, number):
+        executor = mp_executor(supervisor, Mesh(tp=3))
+        killed = []
+
+        def kill(rank: int, pid: int) -> None:
+            if rank == 2:
+                killed.append(time.monotonic())
+                os.kill(pid, number)
+
+        launcher(executor).on_start = kill
+        words = rf"Worker 2( on {NODE})? died: it was killed by {number.name} before it could (join|meet)"
+        with fails_cleanly(supervisor, 20), pytest.raises(WorkerDied, match=words):
+            executor.start(config)
+        assert time.monotonic() - killed[0] < 1
+
+    @pytest.mark.parametrize(
+        ("phase", "doing"),
+        [("weights", "load the model"), ("kv cache", "allocate its cache"), ("warm-up", "allocate its cache")],
+    )
+    def test_in_each_phase(self, supervisor, config, phase, doing):
+        executor = mp_executor(supervisor, Mesh(pp=2))
+        killed = []
+
+        def progress(name: str, share: float) -> None:
+            if name == phase and not killed:
+                killed.append(time.monotonic())
+                os.kill(pids(executor)[1], signal.SIGKILL)
+
+        words = f"Worker 1 on {NODE} died: it was killed by SIGKILL before it could {doing}"
+        try:
+            with fails_cleanly(supervisor, 5), pytest.raises(WorkerDied, match=words):
+                executor.start(config, progress)
+        except pytest.fail.Exception:
+            assert phase == "warm-up"  # which may be over before the signal comes; then the first step is told
+            with pytest.raises(WorkerDied, match=f"Worker 1 on {NODE} died: it was killed by SIGKILL"):
+                executor.submit(plan([Run(0, 1)], admit=[admission(0, [1], [0])])).result()
+        assert time.monotonic() - killed[0] < 1.5
+        executor.close()
+
+    def test_the_supervisor(self, supervisor, config):
+        executor = mp_executor(supervisor, Mesh(tp=2))
+        killed = []
+
+        def progress(name: str, share: float) -> None:
+            if not killed:
+                killed.append(supervisor._process.pid)
+                supervisor._process.kill()
+
+        with pytest.raises(WorkerDied, match="it ended with its supervisor: it was killed by SIGKILL"):
+            executor.start(config, progress)
+        executor.start(config)  # under a new one
+        assert answer(executor.submit(plan([Run(0, 1)], admit=[admission(0, [1], [0])])).result()).tokens
+        executor.close()
+
+
+class TestCannotStart:
+    def test_one_that_never_joins(self, supervisor, config, monkeypatch):
+        monkeypatch.setattr(hub, "JOIN_S", 0.5)
+        executor = mp_executor(supervisor, Mesh(tp=2))
+        launcher(executor).on_start = lambda rank, pid: os.kill(pid, signal.SIGSTOP) if rank == 1 else None
+        with (
+            fails_cleanly(supervisor, 5),
+            pytest.raises(WorkerDied, match=r"Worker 1 died: it did not join within 0\.5 s"),
+        ):
+            executor.start(config)
+
+    def test_the_model_is_gone(self, supervisor, tmp_path):
+        folder = write_model(tmp_path / "model")
+        config = engine_config(folder)
+        (folder / "model.safetensors").unlink()
+        executor = mp_executor(supervisor, Mesh(tp=2))
+        with (
+            fails_cleanly(supervisor, 5),
+            pytest.raises(CheckpointError, match=rf"Rank \d on {NODE}: .*model") as caught,
+        ):
+            executor.start(config)
+        assert caught.value.fix
+
+    def test_a_damaged_file(self, supervisor, tmp_path):
+        folder = write_model(tmp_path / "model")
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        executor = mp_executor(supervisor, Mesh(pp=2))
+        with fails_cleanly(supervisor, 5), pytest.raises(CheckpointError, match=rf"Rank \d on {NODE}: .*safetensors"):
+            executor.start(engine_config(folder))
+
+    def test_too_little_memory(self, supervisor, rank_model):
+        executor = mp_executor(supervisor, Mesh(tp=2))
+        with fails_cleanly(supervisor, 5), pytest.raises(NotEnoughMemory, match=rf"Rank \d on {NODE}: .*max-model-len"):
+            executor.start(engine_config(rank_model, kv_cache_memory_bytes=1000))
+
+    def test_what_nobody_expected_is_told_by_its_name(self, supervisor, config, monkeypatch):
+        """A rank that fails before it can speak leaves its last words with the supervisor."""
+        executor = mp_executor(supervisor, Mesh(tp=2))
+        watch_of = executor._listen
+
+        def elsewhere():
+            watch = watch_of()
+            watch.address = type(watch.address)(-1, watch.address.node, "phalanx-nobody-listens-here")
+            return watch
+
+        monkeypatch.setattr(executor, "_listen", elsewhere)
+        words = "it ended with status 1 .Rank . cannot reach the engine on this node: Connection refused"
+        with fails_cleanly(supervisor, 5), pytest.raises(WorkerDied, match=words):
+            executor.start(config)
+
+
+def groups_of_memory() -> Path | None:
+    """Where a control group with a memory limit can be made."""
+    for folder in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
+        kind = "memory.limit_in_bytes" if folder.name == "memory" else "cgroup.controllers"
+        text = (folder / kind).read_text() if (folder / kind).is_file() else ""
+        if (folder.name == "memory" or "memory" in text.split()) and os.access(folder, os.W_OK):
+            return folder
+    return None
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group without a limit yet."""
+    parent = groups_of_memory()
+    if parent is None:
+        pytest.skip("no control group for memory can be made here")
+    folder = parent / f"phalanx-test-{os.getpid()}"
+    folder.mkdir()
+    yield folder
+    assert wait_until(lambda: not (folder / "cgroup.procs").read_text(), 5)
+    folder.rmdir()
+
+
+def test_out_of_memory_is_told_apart_with_the_limit(supervisor, tmp_path, group):
+    """Rank 1 is in a control group whose limit falls below what it is about to use."""
+    folder = write_model(tmp_path / "model")
+    facts = json.loads((folder / "config.json").read_text())
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    (folder / "config.json").write_text(json.dumps(facts | large))
+    executor = mp_executor(supervisor, Mesh(tp=2))
+
+    def confine(rank: int, pid: int) -> None:
+        if rank == 1:
+            (group / "cgroup.procs").write_text(str(pid))
+
+    def progress(phase: str, share: float) -> None:
+        name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
+        (group / name).write_text(str(64 << 20))
+
+    launcher(executor).on_start = confine
+    words = rf"Worker 1 on {NODE} died: it was killed by SIGKILL \(out of memory.*\) before it could load the model"
+    with fails_cleanly(supervisor, 20), pytest.raises(WorkerDied, match=words):
+        executor.start(engine_config(folder, load_format="dummy", kv_cache_memory_bytes="16M"), progress)
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        ("status", "why", "words"),
+        [
+            (signal.SIGKILL, None, "it was killed by SIGKILL"),
+            (signal.SIGKILL, "out of memory", "it was killed by SIGKILL (out of memory)"),
+            (signal.SIGSEGV | 0x80, "out of memory", "it was killed by SIGSEGV"),
+            (0x300, None, "it ended with status 3"),
+            (0x100, "no such file", "it ended with status 1 (no such file)"),
+        ],
+    )
+    def test_of_a_death(self, status, why, words):
+        assert describe(int(status), why) == words
+
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_of_memory(self, tmp_path, version):
+        """Counts and limits in the files of both versions of control groups."""
+        folder = tmp_path / "sys/fs/cgroup" / ("memory/a" if version == 1 else "a")
+        counts = folder / ("memory.oom_control" if version == 1 else "memory.events")
+        folder.mkdir(parents=True)
+        (folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")).write_text(f"{64 << 20}\n")
+        (tmp_path / "proc/7").mkdir(parents=True)
+        group = tmp_path / "proc/7/cgroup"
+        group.write_text("4:memory:/a\n" if version == 1 else "0::/a\n")
+        (tmp_path / "proc/vmstat").write_text("oom_kill 5\n")
+        counts.write_text("low 0\noom_kill 2\n")
+        kills = MemoryKills(tmp_path)
+        kills.look([7])
+        kills.look([7])
+        group.write_text("0::/\n")  # what a zombie is in
+        counts.write_text("low 0\noom_kill 3\n")
+        assert "its control group may use 64.0 MiB" in kills.blame(7)
+
+    def test_of_memory_that_was_short_long_ago(self, tmp_path):
+        (tmp_path / "proc").mkdir()
+        (tmp_path / "proc/vmstat").write_text("oom_kill 5\n")
+        kills = MemoryKills(tmp_path)
+        assert kills.blame(7) is None
+        (tmp_path / "proc/vmstat").write_text("oom_kill 6\n")
+        assert kills.blame(7) == "out of memory, it seems: at that time the kernel ended a process for want of it"
+        kills.look([7])
+        assert kills.blame(7) is not None  # it may take a while to end
+        kills.look([7])
+        assert kills.blame(7) is None
+
+
+SCRIPT = """
+import sys
+from phalanx import LLM, SamplingParams
+with LLM(sys.argv[1], tensor_parallel_size=2, dtype="float32", kv_cache_memory_bytes="1M") as llm:
+    print(llm.generate("hello", SamplingParams(max_tokens=8, temperature=0.0))[0].outputs[0].token_ids)
+"""
+
+
+@pytest.mark.parametrize("mount", ["size=8M", "size=8M,ro"])
+def test_a_small_or_read_only_dev_shm_does_not_matter(tiny_model, mount):
+    shell = f"mount -t tmpfs -o {mount} tmpfs /dev/shm && exec {sys.executable} -c '{SCRIPT}' {tiny_model}"
+    command = ["unshare", "-m", "sh", "-c", shell]
+    if os.getuid() != 0 or subprocess.run(["unshare", "-m", "true"]).returncode:
+        pytest.skip("mounting needs root")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("[")
+    assert not done.stderr
+
+
+def test_layouts_that_the_model_cannot_have_are_refused_before_anything_starts(tiny_model):
+    from phalanx import LLM
+
+    for options, words in (
+        ({"tensor_parallel_size": 6}, "6 tensor ranks cannot share 5 attention heads"),
+        ({"pipeline_parallel_size": 3}, "3 pipeline stages cannot share 2 layers"),
+        ({"context_parallel_size": 2}, "context parallelism is not in this version"),
+        ({"data_parallel_size": 2}, "data parallelism is not in this version"),
+    ):
+        before, began = descendants(), time.monotonic()
+        with pytest.raises(PhalanxError, match=words):
+            LLM(tiny_model, **options)
+        assert descendants() <= before
+        assert time.monotonic() - began < 3
