@@ -17,6 +17,9 @@ from phalanx.errors import ConfigError
 _SOMEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses that belong to nobody (RFC 5737, RFC 3849): the way to them is the default route."""
 
+_TCP_THIN_LINEAR_TIMEOUTS = 16
+"""Of Linux; Python has no name for it."""
+
 
 def address_of_node_0(master_addr: str, override: str | None) -> str:
     """The address that node 0 listens on: `override`, or what `--master-addr` means on this machine.
@@ -97,6 +100,13 @@ def listen(host: str, port: int, origin: str) -> socket.socket:
                 "to its own address.",
             ) from None
         raise ConfigError(f"Cannot listen on {host}, port {port}: {error.strerror or error}.") from None
+
+
+def notice_silence(sock: socket.socket, milliseconds: int) -> None:
+    """End the connection when nothing that was sent is acknowledged for so long; until then, try again all the time
+    (not ever more rarely, as is usual), so that a shorter interruption is survived."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+    sock.setsockopt(socket.IPPROTO_TCP, _TCP_THIN_LINEAR_TIMEOUTS, 1)
 
 
 def is_loopback(address: str) -> bool:

@@ -25,7 +25,7 @@ from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
 from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.executor.interfaces import checked, shown
+from phalanx.executor.interfaces import checked, notice_silence, shown
 from phalanx.executor.keys import derive, root_secret
 from phalanx.executor.multiprocess import SupervisorProcess, place_ranks
 from phalanx.executor.node_messages import (
@@ -148,7 +148,7 @@ class NodeAgent:
         host = env.host_ip()
         address = checked(host, "PHALANX_HOST_IP") if host else str(sock.getsockname()[0])
         self._door = ProbeDoor(self._node, address)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
+        notice_silence(sock, SILENCE_MS)
         stream = SecureStream(sock, self._never, "it")
         try:
             stream.handshake(derive(self._secret, "join"), client=True, encrypt=self._encrypt, timeout=_ANSWER_S)

@@ -31,7 +31,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.dealing import crossing, deal
 from phalanx.executor.hub import HubExecutor, Layout
-from phalanx.executor.interfaces import address_of_node_0, listen, shown
+from phalanx.executor.interfaces import address_of_node_0, listen, notice_silence, shown
 from phalanx.executor.keys import derive, root_secret
 from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
@@ -135,7 +135,10 @@ class NodesLauncher:
         self._changed = threading.Condition()
         self._nodes: dict[int, _Node] = {}
         self._callers = threading.BoundedSemaphore(_CALLERS)
+        self._complete = False
+        """All nodes have joined."""
         self._counts: tuple[int, ...] = ()
+        """Ranks of each node, once they are dealt."""
         self._supervisor = SupervisorProcess(zygote=config.model.device == "cpu")
         self._local: SupervisorLauncher | None = None
         self._lives = itertools.count()
@@ -265,6 +268,7 @@ class NodesLauncher:
             with self._changed:
                 missing = [n for n in range(1, self._nnodes) if n not in self._nodes]
                 if not missing:
+                    self._complete = True
                     return
                 self._changed.wait(0.25)
             now = time.monotonic()
@@ -366,7 +370,7 @@ class NodesLauncher:
     def _hear(self, sock: socket.socket, peer: str) -> None:
         """A caller's whole life: prove the key, join, and be listened to until it is gone."""
         node = None
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
+        notice_silence(sock, SILENCE_MS)
         stream = SecureStream(sock, self._never, f"the caller from {peer}")
         try:
             try:
@@ -435,9 +439,11 @@ class NodesLauncher:
         return version_difference(self._versions, hello.versions, f"node 0 ({self._name})", name)
 
     def _refuse(self, what: str) -> None:
-        self.refused += 1
-        if self.refused & (self.refused - 1) == 0:  # 1, 2, 4, 8, …: nobody fills the log by knocking
-            log.warning("Turned away %s. (%d turned away so far.)", what, self.refused)
+        with self._changed:
+            self.refused += 1
+            count = self.refused
+        if count & (count - 1) == 0:  # 1, 2, 4, 8, …: nobody fills the log by knocking
+            log.warning("Turned away %s. (%d turned away so far.)", what, count)
 
     def _heard(self, node: _Node, message: FromNode) -> None:
         with self._changed:
@@ -462,6 +468,8 @@ class NodesLauncher:
             if self._closed:
                 return
             node.lost = node.lost or why
+            if not self._complete:
+                self._nodes.pop(node.hello.node, None)  # it may come back while the others are awaited
             self._changed.notify_all()
         if self._counts and self.on_loss is not None:
             self.on_loss(self._range_of(node))

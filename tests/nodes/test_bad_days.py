@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -17,6 +20,7 @@ from tests.helpers.hosts import Host, can_limit_memory
 from tests.helpers.node_cluster import Cluster, running
 from tests.helpers.one_rank import continuations
 from tests.helpers.processes import wait_until
+from tests.helpers.source import ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +59,7 @@ def test_a_long_link(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> None:
             assert [cluster.complete(prompt, 24) for prompt in PROMPTS] == expected
             assert time.monotonic() - begin > 2 * 24 * 0.12, "the delay counted"
             cable.silent = True  # shorter than what counts as lost
-            time.sleep(1.0)
+            time.sleep(1.8)
             cable.silent = False
             assert cluster.complete(PROMPTS[0], 24) == expected[0]
         assert cable.frames > 1000
@@ -78,6 +82,22 @@ def test_what_can_be_read_on_the_way(sealed: bool, two_hosts: list[Host], tiny: 
     assert key.encode() not in recorded
     for word in (b"model.safetensors", b"float32", b"hub", str(tiny).encode()):
         assert (word in recorded) is not (sealed or word == b"hub") or word == b"hub"
+
+
+def test_the_commands_of_the_documentation(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs/multi-node.md").read_text()
+    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)[:2]
+    with contextlib.ExitStack() as ending:
+        logs = []
+        for host, node, block in zip(two_hosts, "ab", blocks, strict=True):
+            ending.callback(host.kill)
+            lines = [line.removeprefix(f"node-{node}$ ") for line in block.splitlines()]
+            script = "\n".join(lines).replace("/models/x", str(tiny)).replace("10.0.0.1", two_hosts[0].address)
+            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            logs.append(tmp_path / f"{node}.log")
+            with logs[-1].open("wb") as output:
+                host.start(["bash", "-ec", script], env={"PATH": path, "OMP_NUM_THREADS": "1"}, stdout=output, stderr=2)
+        assert wait_until(lambda: "Ready: " in logs[0].read_text(), 90), logs[0].read_text()
 
 
 def test_ipv6(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> None:

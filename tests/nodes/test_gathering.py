@@ -223,6 +223,19 @@ def test_a_node_that_leaves_while_others_are_awaited(two_hosts: list[Host], gath
     assert "Node 1 (liar, 10.77.0.11) left before the start: the connection to it ended." in str(failure)
 
 
+def test_a_node_may_come_back_while_others_are_awaited(
+    three_hosts: list[Host], gather: Begin, caplog: pytest.LogCaptureFixture
+) -> None:
+    gathering, cluster = gather(three_hosts)
+    with joined(three_hosts[1], nnodes=3) as stream:
+        stream.receive(LIMIT, 5)
+    assert wait_until(lambda: "Lost node 1 (liar, 10.77.0.11): the connection to it ended." in caplog.text, 5)
+    for rank in (1, 2):
+        cluster.start(rank)
+    assert gathering.done() is None
+    assert gathering.launcher.refused == 0
+
+
 def test_nonsense_from_a_node_ends_it(two_hosts: list[Host], gather: Begin) -> None:
     gathering, _ = gather(two_hosts)
     with joined(two_hosts[1]) as stream:
