@@ -268,7 +268,6 @@ class NodesLauncher:
             with self._changed:
                 missing = [n for n in range(1, self._nnodes) if n not in self._nodes]
                 if not missing:
-                    self._complete = True
                     return
                 self._changed.wait(0.25)
             now = time.monotonic()
@@ -404,6 +403,7 @@ class NodesLauncher:
             if refusal is None:
                 node.say(Welcome(self._session, self._name))
                 self._nodes[hello.node] = node
+                self._complete = len(self._nodes) == self._nnodes - 1
                 self._changed.notify_all()
         if refusal is not None:
             self._refuse(f"{node.shown}: {refusal.message}")
