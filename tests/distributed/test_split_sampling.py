@@ -26,7 +26,7 @@ from tests.helpers.lockstep import LockstepGroup, run_ranks
 from tests.helpers.plan_script import Script
 from tests.helpers.plans import GREEDY, Answer, Run, admission, answer, plan
 from tests.helpers.sampling import Row, batch_of, reference_token, sample_rows
-from tests.helpers.worker_model import VOCAB, engine_config, write_model
+from tests.helpers.worker_model import HIDDEN, LAYERS, VOCAB, engine_config, write_model
 
 
 @dataclass
@@ -364,6 +364,27 @@ class TestRunners:
             for result, expected in zip(results, want, strict=True):
                 assert_same(result, expected)
         assert sum(len(w.tokens) for w in want) > 60 and any(w.logprobs for w in want)
+
+    def test_a_step_exchanges_twice_a_layer(self, model: Path) -> None:
+        """And once for the token table and once to sample, however many rows there are: nothing else, nothing larger
+        than hidden states."""
+
+        def body(group: LockstepGroup) -> list[tuple[str, int]]:
+            counting = Counting(group)
+            worker = open_worker(
+                engine_config(model, kv_cache_memory_bytes="200K"), mesh=Mesh(tp=2), rank=group.rank,
+                groups=Groups(tp=counting),
+            )  # fmt: skip
+            worker.load()
+            worker.allocate(blocks=40)
+            admit = [admission(slot, [5, 6, 7], [slot]) for slot in range(4)]
+            worker.run(plan([Run(slot, 3) for slot in range(4)], admit=admit))
+            counting.calls.clear()
+            worker.run(plan([Run(slot, 1, 9) for slot in range(4)]))
+            return counting.calls
+
+        for calls in run_ranks(2, body):
+            assert calls == [("all_reduce", 4 * HIDDEN)] * (1 + 2 * LAYERS) + [("all_gather", 4 * 3)]
 
     def test_prompt_logprobs_and_a_failing_row(self, model: Path) -> None:
         """Prompt log-probabilities in chunks; a row that has nothing to choose fails on all ranks, the others go on."""
