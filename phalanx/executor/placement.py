@@ -185,7 +185,7 @@ def refusal(
     """What is asked, what exists, what is taken by whom, and what to do, as one error. `within` is where the ranks
     were to go: "the Ray cluster", or a placement group."""
     ranks = mesh.world_size
-    names = {site.node: site.name for site in sites}
+    names = {site.node: f"{site.name} ({site.node[:8]})" for site in sites}
     exists = "; ".join(_describe(site, demand) for site in sites) or "nothing"
     held = "; ".join(
         f"{taker.who} holds {amounts(taker.resources)} on {names.get(taker.node, 'a node that is gone')}"
@@ -208,8 +208,8 @@ def _describe(site: Site, demand: Demand) -> str:
         for key, value in demand.labels.items()
         if site.labels.get(key) != value
     ]
-    what = f"{site.name} ({site.node[:8]})" if site.bundle is None else f"bundle {site.bundle} on {site.name}"
-    return f"{what}: {', '.join(parts)}"
+    bundle = "" if site.bundle is None else f"bundle {site.bundle} on "
+    return f"{bundle}{site.name} ({site.node[:8]}): {', '.join(parts)}"
 
 
 def _remedy(mesh: Mesh, demand: Demand, sites: Sequence[Site], strategy: str) -> str:

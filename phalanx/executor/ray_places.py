@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import platform
-import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,7 +33,7 @@ from phalanx.executor.ray_view import RayView
 
 log = logging.getLogger(__name__)
 
-PLACE_S = 8.0
+PLACE_S = 5.0
 """Seconds to find a place while others are letting go of theirs."""
 _TRY_S = 2.0
 """Seconds for Ray to reserve what was free when we looked."""
@@ -188,6 +186,8 @@ class RayPlaces:
 
     def _reserve(self, view: RayView) -> None:
         """A place for every rank. Raises ConfigError when there is none."""
+        for orphan in view.orphans():
+            self.ray.util.remove_placement_group(orphan)
         current = self._current_group(view)
         deadline = time.monotonic() + PLACE_S
         while True:
@@ -239,8 +239,9 @@ class RayPlaces:
         """One bundle for each site, on its node; None when Ray does not give it."""
         bundles = [dict(self._demand.resources) for _ in chosen]
         tied = [view.tied_to(site.node, self._demand.labels) for site in chosen]
-        name = f"phalanx-{platform.node()}-{os.getpid()}-{secrets.token_hex(2)}"
-        group = self.ray.util.placement_group(bundles, strategy=strategy, name=name, bundle_label_selector=tied)
+        group = self.ray.util.placement_group(
+            bundles, strategy=strategy, name=view.new_name(), bundle_label_selector=tied
+        )
         self._groups.append(group)
         if group.wait(_TRY_S):
             return group

@@ -5,6 +5,9 @@ Asks the head directly, which also works where Ray has no dashboard (its public 
 
 from __future__ import annotations
 
+import os
+import platform
+import secrets
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
@@ -12,6 +15,13 @@ from typing import Any
 from phalanx.executor.placement import Site, Taker
 
 _NODE_LABEL = "ray.io/node-id"
+_OURS = "phalanx-"
+
+
+def owner_in(name: str) -> str:
+    """The actor that owns a group of this name; empty when it is not ours, or not an actor's."""
+    owner = name.rsplit("-", 2)[1] if name.startswith(_OURS) and name.count("-") >= 4 else ""
+    return "" if owner == "driver" else owner
 
 
 class RayView:
@@ -68,13 +78,30 @@ class RayView:
             takers += [Taker(f"placement group {name}", node_id, held) for node_id, held in by_node.items() if node_id]
         return takers + [
             Taker(
-                f"actor {actor.class_name} (pid {actor.pid})",
+                f"actor {actor.class_name.rpartition('.')[2]} (pid {actor.pid})",
                 actor.address.node_id.hex(),
                 dict(actor.required_resources),
             )
             for actor in self.living_actors()
             if actor.required_resources and not actor.placement_group_id.strip(b"\xff")
         ]
+
+    def orphans(self) -> list[Any]:
+        """Groups of ours whose owner, an actor, is dead. Ray keeps them until the owner's whole job ends."""
+        from ray.util.placement_group import PlacementGroup
+
+        living = {actor.actor_id.hex() for actor in self.living_actors()}
+        orphans = []
+        for key, group in self._ray.util.placement_group_table().items():
+            owner = owner_in(group["name"])
+            if group["state"] != "REMOVED" and owner and owner not in living:
+                orphans.append(PlacementGroup(self._ray.PlacementGroupID.from_hex(key)))
+        return orphans
+
+    def new_name(self) -> str:
+        """For a group of ours: who owns it, if that is an actor, and where."""
+        owner = self._ray.get_runtime_context().get_actor_id() or ""
+        return f"{_OURS}{platform.node()}-{os.getpid()}-{owner or 'driver'}-{secrets.token_hex(3)}"
 
     def living_actors(self) -> list[Any]:
         from ray.core.generated import gcs_pb2

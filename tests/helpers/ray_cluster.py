@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from phalanx import env
@@ -79,9 +80,10 @@ class RayCluster:
 def ray_cluster(**workers: dict[str, Any]) -> Iterator[RayCluster]:
     """A head without CPUs, to which this process is connected, and a node for each name with these options of Ray."""
     folder = tempfile.mkdtemp(prefix="phxray-", dir="/tmp")  # short: sockets lie below
+    (Path(folder) / "ray").mkdir()
     settings = {
         **LOCAL_SETTINGS,
-        "RAY_TMPDIR": folder,  # where Ray notes the address, so that nobody else joins
+        "RAY_TMPDIR": folder,  # Ray notes the address there, so that nobody else joins
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "500",
         "RAY_health_check_timeout_ms": "1000",
@@ -91,7 +93,7 @@ def ray_cluster(**workers: dict[str, Any]) -> Iterator[RayCluster]:
         import ray
         from ray.cluster_utils import Cluster
 
-        made = Cluster(initialize_head=True, head_node_args={**_NODE, "num_cpus": 0, "temp_dir": folder})
+        made = Cluster(initialize_head=True, head_node_args={**_NODE, "num_cpus": 0, "temp_dir": f"{folder}/ray"})
         ray.init(address=made.address, log_to_driver=False, configure_logging=False)
     cluster = RayCluster(made, ray, settings, str(made.head_node.node_id))
     try:
