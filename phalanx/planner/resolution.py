@@ -16,7 +16,7 @@ from phalanx.models.registry import read_spec
 from phalanx.models.spec import DecoderSpec
 from phalanx.planner import report, search
 from phalanx.planner.devices import Device, declared, of_this_machine
-from phalanx.planner.hardware import detect
+from phalanx.planner.hardware import detect, read_speed
 from phalanx.planner.memory import Demand
 from phalanx.planner.search import Plan
 from phalanx.worker.limits import Memory, host_memory
@@ -59,6 +59,9 @@ def dry_run(config: EngineConfig, name: str, model_config: dict[str, object]) ->
     machine = detect()
     config = resolve(config, spec, _Facts(devices[0].kind if devices else machine.device, machine.native_bfloat16))
     known = devices or _of_this_machine(config)
+    if known and not devices and known[0].kind == "cpu":
+        each = read_speed(machine.cores) / len(known)
+        known = tuple(dataclasses.replace(device, speed=each) for device in known)
     if not known:
         raise ConfigError(
             "What devices the ranks would have is not known.", fix="Describe them: --declare-device name=a10,memory=24G"

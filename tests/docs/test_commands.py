@@ -53,7 +53,7 @@ def commands() -> list[str]:
 
 
 def serves(command: str) -> bool:
-    return command.startswith(("make serve", "phalanx serve"))
+    return command.startswith(("make serve", "phalanx serve")) and "--dry-run" not in command
 
 
 def set_up() -> bool:
