@@ -178,6 +178,16 @@ def _default_text(declared: dataclasses.Field[Any]) -> str:
     return f" [{shown}]"
 
 
+def _given_twice(document: Any) -> str | None:
+    """The first key that a YAML mapping has twice; the library would silently take the last."""
+    seen = set()
+    for key, _ in document.value if getattr(document, "id", "") == "mapping" else ():
+        if str(key.value) in seen:
+            return str(key.value)
+        seen.add(str(key.value))
+    return None
+
+
 def from_file(path: str) -> dict[str, Any]:
     """The options of a YAML file, by option name. Raises ConfigError that names the file."""
     import yaml
@@ -191,6 +201,7 @@ def from_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is larger than 1 MiB, too large for a configuration file.")
     try:
         content = yaml.safe_load(raw)
+        twice = _given_twice(yaml.compose(raw, Loader=yaml.SafeLoader))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -199,6 +210,8 @@ def from_file(path: str) -> dict[str, Any]:
         ) from None
     except (RecursionError, ValueError):
         raise ConfigError(f"{path} is not valid YAML.") from None
+    if twice is not None:
+        raise ConfigError(f"{path}: '{twice}' is given twice.")
     if content is None:
         return {}
     if not isinstance(content, dict):

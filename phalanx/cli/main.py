@@ -7,6 +7,7 @@ A command is imported only when it is called, so that `phalanx --help` answers a
 from __future__ import annotations
 
 import difflib
+import io
 import os
 import sys
 import traceback
@@ -42,6 +43,7 @@ _NOT_YET = frozenset({"cluster", "status", "top", "run-batch"})
 
 def main(argv: list[str] | None = None) -> int:
     """Run `phalanx` with these arguments (default: the process's own) and return the exit code."""
+    _open_streams()
     arguments = list(sys.argv[1:]) if argv is None else list(argv)
     debug = env.debug() or "--debug" in arguments
     try:
@@ -65,6 +67,17 @@ def main(argv: list[str] | None = None) -> int:
         about = f"{error.filename}: " if error.filename else ""
         complain(UserError(f"{about}{error.strerror or error}."))
         return 1
+
+
+def _open_streams() -> None:
+    """Have somewhere to write to: a closed stream is like the null device, and a character that the terminal's encoding
+    does not have is shown as `?` or by its number instead of ending the answer."""
+    for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (open as long as the process)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=errors)
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig, ServerConfig, resolve
+from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.locate import Checkpoint
@@ -22,8 +23,20 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     from phalanx.planner.hardware import detect
     from phalanx.planner.resolution import with_layout
 
+    _check_quantization(config.model.quantization, checkpoint)
     spec = read_spec(checkpoint.config)
     return with_layout(resolve(config, spec, detect()), spec)
+
+
+def _check_quantization(asked: str | None, checkpoint: Checkpoint) -> None:
+    """Weights are used as the checkpoint has them; a wish for anything else must not be passed over."""
+    has = "gguf" if checkpoint.format == "gguf" else "none"
+    if asked is not None and asked.lower() != has:
+        raise ConfigError(
+            f"--quantization is '{asked[:60]}', but the weights of {checkpoint.name} can only be used as they are "
+            f"({has}).",
+            fix="Leave it out, or name a checkpoint that is quantised so.",
+        )
 
 
 def for_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, str]:

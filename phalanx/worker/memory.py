@@ -105,7 +105,7 @@ def check_before_loading(needs: Needs, memory: Memory, config: CacheConfig, *, d
     Raises NotEnoughMemory.
     """
     if needs.weights + needs.activations + needs.bytes_per_block > memory.available:
-        one = needs.kv_bytes_per_token * needs.max_model_len
+        one = needs.blocks_per_request * needs.bytes_per_block
         raise NotEnoughMemory(
             f"The model needs {readable(needs.weights)} for its weights in {dtype}, {readable(needs.activations)} "
             f"for activations and {readable(one)} for the KV cache of one request of {needs.max_model_len} tokens, "
@@ -118,11 +118,12 @@ def check_before_loading(needs: Needs, memory: Memory, config: CacheConfig, *, d
 
 def _too_small(needs: Needs, memory: Memory, blocks: int, budget: int, reason: str, device: str) -> NotEnoughMemory:
     fits = blocks * needs.block_size
-    one = needs.kv_bytes_per_token * needs.max_model_len
+    one = needs.blocks_per_request * needs.bytes_per_block
     smaller = f"Use --max-model-len {fits} or less, or give" if fits else "No --max-model-len fits; give"
     return NotEnoughMemory(
-        f"One request of --max-model-len {needs.max_model_len} tokens needs {readable(one)} of KV cache, but there "
-        f"are {readable(budget)} for it ({reason}): beside the weights ({readable(needs.weights)}) and with "
+        f"One request of --max-model-len {needs.max_model_len} tokens needs {readable(one)} of KV cache "
+        f"(in blocks of {needs.block_size} tokens), but there are {readable(budget)} for it ({reason}): beside the "
+        f"weights ({readable(needs.weights)}) and with "
         f"{readable(needs.activations)} for activations, {readable(memory.available)} of the "
         f"{readable(memory.total)} of {device} memory are free.",
         fix=f"{smaller} the cache more with --kv-cache-memory-bytes.",

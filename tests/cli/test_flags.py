@@ -137,6 +137,7 @@ def test_a_bad_variable_names_itself():
         ("- port\n", r"name: value"),
         ("port: 1\n  host: x\n", r"line 2 is not valid YAML"),
         ("max-model-len: 1\nmax_model_len: 2\n", r"given twice"),
+        ("port: 1\nport: 2\n", r"'port' is given twice"),
         ("!!python/object/apply:os.system ['true']\n", r"not valid YAML"),
         ("\x00", r"not valid YAML"),
         ("[" * 5000, r"not valid YAML"),

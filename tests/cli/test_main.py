@@ -34,6 +34,26 @@ def test_help_is_quick_and_imports_nothing_heavy():
     assert min(took) < 0.5
 
 
+def test_characters_that_the_terminal_does_not_have_end_nothing():
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    code = "import phalanx.cli.main as m; m.overview = lambda: 'x 北京 é'; raise SystemExit(m.main(['--help']))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "x ?? ?\n", "")
+    wrong = run("config", "show", "--device", "北京", env=environment)
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+
+
+def test_closed_output_is_no_error():
+    closed = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m phalanx --help >&- 2>/dev/null"], stdin=subprocess.DEVNULL, timeout=60
+    )
+    assert closed.returncode == 0
+    command = f"exec {sys.executable} -m phalanx config show >&-"
+    silent = subprocess.run(["sh", "-c", command], stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=60)
+    assert (silent.returncode, silent.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_has_help_without_torch(command):
     code = (

@@ -25,7 +25,7 @@ from phalanx.engine.core_messages import Submit, frame
 from phalanx.engine.replica import Replica, merged
 from phalanx.engine.resolution import for_engine, resolved
 from phalanx.engine.router import Router
-from phalanx.errors import EngineDead, InvalidRequest, NotEnoughMemory, PhalanxError, UserError
+from phalanx.errors import ConfigError, EngineDead, InvalidRequest, NotEnoughMemory, PhalanxError, UserError
 from phalanx.step import TokenLogprobs
 from tests.helpers.engine_requests import collect, engine_request, tokens_of
 from tests.helpers.processes import alive, descendants, gone_within, until
@@ -290,6 +290,13 @@ async def test_a_damaged_checkpoint_is_one_clear_error(tmp_path):
         await AsyncEngine(config(str(folder))).start()
     assert "model.safetensors" in str(caught.value)
     assert descendants() <= before
+
+
+@pytest.mark.parametrize("asked", ["awq", "int8", "gguf"])
+def test_a_quantisation_that_the_weights_do_not_have_is_refused(model, asked):
+    with pytest.raises(ConfigError, match=f"--quantization is '{asked}'"):
+        resolved(EngineConfig.from_options(model=model, quantization=asked), locate(model))
+    resolved(EngineConfig.from_options(model=model, quantization="none"), locate(model))
 
 
 async def test_an_unexpected_failure_while_loading_is_called_internal(model):

@@ -73,6 +73,15 @@ def test_the_context_that_fits_is_named_and_fits(config):
         cache_size(needs(max_model_len=fits + 1), memory, config, device="cpu")
 
 
+def test_whole_blocks_are_counted():
+    """A context of 256 tokens in blocks of 100,000 needs one block, not 256 tokens."""
+    wide = needs(max_model_len=256, block_size=100_000)
+    config = CacheConfig(kv_cache_memory_bytes=wide.bytes_per_block - 1)
+    with pytest.raises(NotEnoughMemory) as caught:
+        cache_size(wide, Memory(2**50, 2**50), config, device="cpu")
+    assert f"needs {readable(wide.bytes_per_block)} of KV cache (in blocks of 100000 tokens)" in str(caught.value)
+
+
 def test_nothing_fits():
     with pytest.raises(NotEnoughMemory, match="No --max-model-len fits"):
         cache_size(needs(), Memory(GIB, 100 * MIB), CacheConfig(), device="cpu")
