@@ -261,6 +261,7 @@ class TestRanks:
         assert self.again(ranks) == want
         assert not alive(stopped)
 
+    @pytest.mark.slow
     def test_a_stopped_actor_is_replaced_with_its_rank(self, ranks, want):
         os.kill(ranks.actor_pid(0), signal.SIGSTOP)
         os.kill(ranks.rank_pid(0), signal.SIGKILL)
@@ -268,6 +269,7 @@ class TestRanks:
         assert self.again(ranks) == want
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clean")
 class TestMoreRanks:
     def test_stages_of_unequal_width_equal_one(self, cluster, model, want):
@@ -275,7 +277,6 @@ class TestMoreRanks:
             assert generate(ranks.executor) == want
             assert ranks.nodes[0] == ranks.nodes[1] != ranks.nodes[2]
 
-    @pytest.mark.slow
     def test_a_lost_node_is_named_and_its_rank_goes_elsewhere(self, cluster, model, want):
         cluster.add("h3", num_cpus=1)
         with start(model, Mesh(tp=3), placement_strategy="STRICT_SPREAD") as ranks:
@@ -317,6 +318,7 @@ class TestInsideRay:
         assert cluster.groups() == ["theirs"]
         ray.util.remove_placement_group(group)
 
+    @pytest.mark.slow
     def test_from_a_worker_node(self, cluster, model, want):
         ray = cluster.ray
         there = ray.remote(run_inside).options(num_cpus=0, label_selector={"zone": "b"})
