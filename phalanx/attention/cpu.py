@@ -141,7 +141,8 @@ class CpuPlan:
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Query heads sorted by KV head, every group padded to the largest: [kv heads · group]."""
+    """Query heads sorted by KV head, every group padded to the largest: [kv heads · group]. The first group is padded
+    in front, so that the heads of a rank, which begin and end anywhere in a group, stay together."""
 
     group: int
     equal: bool
@@ -149,15 +150,27 @@ class HeadGroups:
     """int64 [kv heads · group]: the query head at each place."""
     back: torch.Tensor
     """int64 [heads]: each query head's place."""
+    start: int | None
+    """Where they begin; None when they are not neighbours."""
+
+    def take_back(self, padded: torch.Tensor) -> torch.Tensor:
+        """[T, kv heads · group, …] -> [T, heads, …]."""
+        if self.start is not None:
+            return padded.narrow(1, self.start, len(self.back))
+        return padded.index_select(1, self.back)
 
 
 @cache
 def head_groups(kv_head_of: tuple[int, ...], num_kv_heads: int) -> HeadGroups:
     members: list[list[int]] = [[h for h, kv in enumerate(kv_head_of) if kv == k] for k in range(num_kv_heads)]
     group = max(len(m) for m in members)
+    front = group - len(members[0])
     pick = [m[i] if i < len(m) else 0 for m in members for i in range(group)]
-    back = [members[kv].index(h) + kv * group for h, kv in enumerate(kv_head_of)]
-    return HeadGroups(group, pick == list(range(len(kv_head_of))), torch.tensor(pick), torch.tensor(back))
+    pick[:group] = [0] * front + members[0]
+    back = [members[kv].index(h) + kv * group + (0 if kv else front) for h, kv in enumerate(kv_head_of)]
+    start = back[0] if back == list(range(back[0], back[0] + len(back))) else None
+    equal = pick == list(range(len(kv_head_of)))
+    return HeadGroups(group, equal, torch.tensor(pick), torch.tensor(back), start)
 
 
 class CpuAttention(SdpaAttention):
@@ -192,7 +205,7 @@ class CpuAttention(SdpaAttention):
                 output[chunk.start : chunk.stop] = part
                 lse[chunk.start : chunk.stop] = part_lse
         if not groups.equal:
-            output, lse = output.index_select(1, groups.back), lse.index_select(1, groups.back)
+            output, lse = groups.take_back(output), groups.take_back(lse)
         return output, lse
 
     def _decode(
