@@ -78,6 +78,15 @@ async def start_generation(
     if keep is not None and keep != -1 and not 1 <= keep <= INT32:
         raise InvalidRequest("`truncate_prompt_tokens` must be at least 1, or -1.", param="truncate_prompt_tokens")
 
+    scheduler = state.config.scheduler
+    places = scheduler.max_num_queued_reqs + scheduler.max_num_seqs
+    if len(prompts) * params.n > places:  # a refusal as "full" would make clients try again for ever
+        raise InvalidRequest(
+            f"The request asks for {len(prompts) * params.n} answers; this server has places for {places}.",
+            fix="Ask for fewer; its operator can raise --max-num-queued-reqs.",
+            param="n" if params.n > 1 else "prompt",
+        )
+
     async def submit(prompt: str | list[int]) -> RequestStream:
         if keep is not None:
             prompt = await _truncated(state, prompt, params, keep, add_special_tokens)

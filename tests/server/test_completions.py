@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.server import EchoServer, demo_tokenizer, events
+from tests.helpers.server import EchoServer, demo_tokenizer, echo_server, events
 
 
 async def test_an_answer_has_openai_s_shape(server: EchoServer) -> None:
@@ -164,3 +164,12 @@ async def test_long_texts_are_tokenised_too(server: EchoServer) -> None:
     assert body["count"] > 40_000
     back = await server.client.post("/detokenize", json={"tokens": body["tokens"]})
     assert back.json()["prompt"] == "word " * 50_000
+
+
+@pytest.mark.parametrize("wanted", [{"n": 12}, {"prompt": ["one"] * 12}, {"n": 3, "prompt": ["one"] * 4}])
+async def test_more_answers_than_there_can_be_places_are_not_worth_another_try(wanted: dict[str, Any]) -> None:
+    async with echo_server(max_num_queued_reqs=8, max_num_seqs=3) as small:
+        refused = await small.complete(**wanted)
+        assert refused.status_code == 400
+        assert "asks for 12 answers; this server has places for 11" in refused.json()["error"]["message"]
+        assert (await small.complete(n=11)).status_code == 200
