@@ -347,7 +347,12 @@ class TestRunners:
         return run_ranks(ranks, body)
 
     @pytest.mark.parametrize(("ranks", "weights"), [(2, ()), (3, (1.0, 3.0, 2.0))])
-    def test_random_script(self, model: Path, ranks: int, weights: tuple[float, ...]) -> None:
+    @pytest.mark.parametrize("candidates", [128, 3])
+    def test_random_script(
+        self, model: Path, ranks: int, weights: tuple[float, ...], candidates: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With more candidates than tokens, so that none is missing, and with so few that many rows gather."""
+        monkeypatch.setattr("phalanx.sampling.split_vocabulary.CANDIDATES", (candidates,))
         alone = started(model)
         script = Script(np.random.default_rng(21), VOCAB, slots=8, blocks=90, block_size=4, max_len=60)
         plans, want = [], []
@@ -360,7 +365,7 @@ class TestRunners:
             script.take(want[-1])
         outcomes = self.run_workers(model, plans, ranks, weights)
         for results, gathered in outcomes:
-            assert gathered == 0  # the vocabulary has fewer tokens than there are candidates
+            assert gathered == outcomes[0][1] and (gathered > 20) == (candidates == 3)
             for result, expected in zip(results, want, strict=True):
                 assert_same(result, expected)
         assert sum(len(w.tokens) for w in want) > 60 and any(w.logprobs for w in want)
