@@ -2,8 +2,8 @@
 
 On devices of equal speed the KV cache comes first: it shall hold all requests at typical length, or as much as any
 split allows; of the splits that give that, the fastest is taken. Where speeds differ, splits between "by memory" and
-"by speed" are tried and the one with the most estimated tokens per second under full load is taken. Layers are split
-exactly, by dynamic programming over contiguous ranges, embedding and head counted. Pure: no I/O.
+"by speed" are tried, and a percent of the cache is worth a percent of the estimated tokens per second under full load.
+Layers are split exactly, by dynamic programming over contiguous ranges, embedding and head counted. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Plan:
 
     @property
     def order(self) -> tuple[bool, bool, float, int]:
-        """Better plans are greater: one that fits, then with tensor groups inside nodes, then more tokens per second,
-        then fewer devices."""
-        fits = self.budget.fits
-        worth = self.tokens_per_second if fits else float(self.budget.binding.kv_budget)
+        """Better plans are greater: one that fits, then with tensor groups inside nodes, then the larger product of
+        tokens per second and cache (as far as requests need it), then fewer devices."""
+        fits, cache = self.budget.fits, min(self.budget.capacity, self.budget.demand.plenty)
+        worth = self.tokens_per_second * cache if fits else float(self.budget.binding.kv_budget)
         return fits, not self.crosses_nodes, worth, -len(self.devices)
 
 

@@ -146,6 +146,21 @@ def test_few_kv_heads_do_not_spoil_the_shares():
     assert plan.budget.blocks > 1.05 * naive.budget.blocks
 
 
+def test_two_kv_heads_on_three_ranks_are_dealt_so_that_the_small_card_has_one():
+    spec = llama(heads=14, kv_heads=2, layers=40, hidden_size=5120, head_dim=128, intermediate_size=13_696)
+    cards = ("name=a,memory=24G", "name=b,memory=16G", "name=c,memory=24G")
+    naive = plan_for(spec, *cards, tensor_parallel_size=3, max_num_seqs=4000, tensor_split="24,16,24")
+    plan = plan_for(spec, *cards, tensor_parallel_size=3, max_num_seqs=4000)
+    assert plan.budget.capacity > 1.5 * naive.budget.capacity
+
+
+@pytest.mark.parametrize("speed", ["630g", "720g"])
+def test_a_little_more_speed_is_not_bought_with_much_memory(speed):
+    cards = ("name=large,memory=32G,speed=600g", f"name=small,memory=20G,count=2,speed={speed}")
+    plan = plan_for(qwen_14b(), *cards, tensor_parallel_size=3)
+    assert plan.budget.taken >= 0.95 * plan.budget.usable
+
+
 def test_equal_devices_are_split_evenly_and_given_splits_are_kept():
     assert plan_for(qwen_14b(), f"{A10},count=2", tensor_parallel_size=2).budget.layout.tensor_weights == ((1.0, 1.0),)
     given = plan_for(qwen_14b(), *MIXED, tensor_parallel_size=3, tensor_split="2,1,1").budget.layout
@@ -180,6 +195,10 @@ def test_nodes_with_two_and_one_devices_make_stages_of_two_and_one_ranks():
     assert not best.crosses_nodes
     assert best.budget.layout.stage_layers[0] > 24
     assert any(other.crosses_nodes and other.budget.fits for other in others)
+    best, *others = chosen(qwen_14b(), f"{A10},node=a", f"{A10},node=b")
+    assert best.budget.layout.widths == (1, 1)
+    assert others[0].crosses_nodes
+    assert others[0].tokens_per_second > best.tokens_per_second, "only the network speaks against it"
 
 
 def test_tensor_groups_cross_nodes_only_when_nothing_else_fits():
