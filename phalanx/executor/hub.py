@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import platform
 import secrets
 import threading
 import time
@@ -153,6 +154,7 @@ class HubExecutor:
         self._config = EngineConfig()
         self._progress: LoadProgress | None = None
         self._news: list[tuple[str, float]] = []
+        self._host: str | None = None
         self._key = key or secrets.token_bytes(32)
         self._watch: Watch | None = None
 
@@ -176,7 +178,7 @@ class HubExecutor:
             self._progress = None
 
     def _listen(self) -> Watch:
-        host = self._launcher.host
+        self._host = host = self._launcher.host
         try:
             return Watch(self, self._key, host=host, encrypt=self._encrypt)
         except OSError as error:
@@ -293,13 +295,15 @@ class HubExecutor:
             return
         for member in gone:
             if member.stream is not None:
+                why = self._launcher.cause(member.rank) or "it was lost"
+                log.warning("Rank %d on %s is started again: %s.", member.rank, member.node, why)
                 self._watch.forget(member)
             self._launcher.kill(member.rank)
             member.close()
             with self._changed:
                 self._members[member.rank] = Member(member.rank)
-        starts = [RankStart(m.rank, self._watch.address, self._key, encrypt=self._encrypt) for m in gone]
-        self._launcher.launch(starts)
+        start = RankStart(-1, self._watch.address, self._key, device=self._config.model.device, encrypt=self._encrypt)
+        self._launcher.launch([msgspec.structs.replace(start, rank=m.rank) for m in gone])
 
     def _send_begin(self) -> None:
         mesh, members = self._layout.mesh, self._members
@@ -374,7 +378,8 @@ class HubExecutor:
             for member in waiting:  # a process that dies before it joins has no stream to end
                 cause = self._launcher.cause(member.rank) if member.join is None else None
                 if cause is not None:
-                    raise WorkerDied(member.rank, f"{cause} before it could {phase}")
+                    node = platform.node() if self._host is None else ""
+                    raise WorkerDied(member.rank, f"{cause} before it could {phase}", node=node)
             if waiting and deadline is not None and time.monotonic() > deadline:
                 ranks = ", ".join(str(m.rank) for m in waiting)
                 raise WorkerDied(waiting[0].rank, f"it did not {phase} within {timeout:g} s (waiting for {ranks})")

@@ -40,6 +40,7 @@ class RankStart(msgspec.Struct, frozen=True):
     """Processor cores to run on; empty leaves the choice to the system."""
     threads: int = 1
     """At most; OMP_NUM_THREADS may say fewer."""
+    device: str = "cpu"
     device_index: int = 0
     """Which of the node's devices, where they are numbered (GPUs)."""
     encrypt: bool = False

@@ -127,7 +127,7 @@ class Rank:
         self._start = start
         self._never = Abort()
         self._stream = _reach(start, self._never)
-        self._door = Door(start.rank, start.host)
+        self._door = Door(start.rank, start.host, _own_gpu(start))
         self._epochs: queue.SimpleQueue[_Epoch | None] = queue.SimpleQueue()
         self._current: _Epoch | None = None
         self._worker: Worker | None = None
@@ -251,7 +251,7 @@ class Rank:
         if loaded is None:
             server = begin.config.server
             configure(server.log_level, server.log_format, tag=f"rank {self._start.rank}")
-            self._choose_device(begin.config.model.device)
+            _check_gpu(self._start)
             worker = open_worker(
                 begin.config,
                 mesh=begin.mesh,
@@ -279,24 +279,37 @@ class Rank:
         self._send(Ready(begin.epoch, layout, worker.status()))
         return worker
 
-    def _choose_device(self, device: str) -> None:
-        if device != "cuda":
-            return
-        import torch
-
-        count = torch.cuda.device_count()
-        if self._start.device_index >= count:
-            raise ConfigError(
-                f"It is to use GPU {self._start.device_index} of its node, which has {count}.",
-                fix="Use fewer ranks on this node, or --device cpu.",
-            )
-        torch.cuda.set_device(self._start.device_index)
-
     def _progress(self, phase: str, share: float) -> None:
         now, (last, at) = time.monotonic(), self._reported
         if share in (0.0, 1.0) or phase != last or now - at > _PROGRESS_S:
             self._reported = (phase, now)
             self._send(Progress(phase, share))
+
+
+def _own_gpu(start: RankStart) -> str:
+    """Makes the rank's GPU the process's own; what tells it from others. Empty without one."""
+    if start.device != "cuda":
+        return ""
+    import torch
+
+    if start.device_index >= torch.cuda.device_count():
+        return ""  # said when somebody listens
+    torch.cuda.set_device(start.device_index)
+    return str(torch.cuda.get_device_properties(start.device_index).uuid)
+
+
+def _check_gpu(start: RankStart) -> None:
+    """Raises ConfigError when the node does not have this rank's GPU."""
+    if start.device != "cuda":
+        return
+    import torch
+
+    count = torch.cuda.device_count()
+    if start.device_index >= count:
+        raise ConfigError(
+            f"The rank is to use GPU {start.device_index} of its node (counted from 0), which has {count}.",
+            fix="Use fewer ranks on this node, or --device cpu.",
+        )
 
 
 def _reach(start: RankStart, abort: Abort) -> SecureStream:

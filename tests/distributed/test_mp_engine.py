@@ -15,7 +15,9 @@ import pytest
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transports.segment import LINE
 from phalanx.executor.base import WorkerDied
+from phalanx.executor.hub import HubExecutor, Layout
 from phalanx.executor.inprocess import InProcessExecutor
+from phalanx.executor.multiprocess import SupervisorLauncher
 from tests.helpers.plans import Run, admission, answer, plan
 from tests.helpers.processes import alive, gone_within, wait_until
 from tests.helpers.rank_processes import launcher, mp_executor, pids, requests, serve, start_engine
@@ -72,6 +74,21 @@ def test_every_layout_gives_the_tokens_of_one_rank(engine_of, expected, name):
     assert not served.errors
     assert served.tokens == expected
     assert len(set(pids(executor))) == mesh.world_size
+
+
+def test_ranks_that_cannot_be_forked_are_spawned(config, expected):
+    """As for GPUs, whose drivers do not survive a fork."""
+    executor = HubExecutor(SupervisorLauncher(2, "a device of that kind"), Layout(Mesh(tp=2)))
+    engine = start_engine(executor, config)
+    try:
+        before = pids(executor)
+        words = [" ".join(psutil.Process(pid).cmdline()) for pid in before]
+        assert all("supervisor --rank" in line for line in words)
+        served = serve(engine, WANTED, lambda steps, _: os.kill(before[1], signal.SIGKILL) if steps == 9 else None)
+        assert (served.tokens, served.errors) == (expected, {})
+    finally:
+        engine.close()
+    assert not any(map(alive, before))
 
 
 class TestPipeline:

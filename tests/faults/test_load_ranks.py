@@ -57,7 +57,7 @@ class TestKilledWhileStarting:
                 os.kill(pid, number)
 
         launcher(executor).on_start = kill
-        words = rf"Worker 2( on {NODE})? died: it was killed by {number.name} before it could (join|meet)"
+        words = rf"Worker 2 on {NODE} died: it was killed by {number.name} before it could (join|meet)"
         with fails_cleanly(supervisor, 20), pytest.raises(WorkerDied, match=words):
             executor.start(config)
         assert time.monotonic() - killed[0] < 1
