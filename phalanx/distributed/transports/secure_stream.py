@@ -1,9 +1,10 @@
 """Frames over a connected stream socket that only holders of the epoch's key can make.
 
-Both sides prove that they have the key by a challenge each, and derive from it and the two challenges one key a
-direction, so nothing recorded earlier, and nothing sent back, is ever accepted. Every frame carries its length, and a
-code over its place in the stream, its kind and its content (HMAC-SHA256, cut to 16 bytes), or, when encryption is asked
-for, is sealed with AES-256-GCM. A frame that fails is an error; after any error the stream is of no more use.
+Both sides prove that they have the key by a challenge each (HMAC-SHA256), and derive from it and the two challenges one
+key a direction, so nothing recorded earlier, and nothing sent back, is ever accepted. Every frame is sealed with
+AES-256-GCM (NIST SP 800-38D), its number being the nonce: encrypted, or, when encryption is not asked for, with the
+content in the clear and only the code beside it. A frame that fails is an error; after any error the stream is of no
+more use.
 
 A peer whose kernel is gone is found out while somebody waits for it: by keep-alive probes when nothing is under way,
 and by what the kernel says about unanswered packets when something is. TCP_USER_TIMEOUT would do for both, but it also
@@ -15,7 +16,6 @@ Covers one connection. Does not know what travels in it, and starts no thread.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import hmac
 import os
 import select
@@ -25,14 +25,19 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
-from phalanx.errors import ConfigError
 
 CODE = 16
 """Bytes of authentication code a frame."""
 
 HEADER = struct.Struct("<IIQQ")
 """Bytes of content, kind, number of the frame in its direction, bytes of all frames that belong together."""
+
+_NONCE = slice(4, 16)
+"""Kind and number in the header: never the same twice under one key."""
 
 _PIECE = 1 << 20
 """Bytes of a tensor that one frame carries: checking a piece and receiving the next overlap."""
@@ -65,24 +70,14 @@ class _Codec:
 
     def __init__(self, key: bytes, encrypt: bool):
         self.number = 0
-        self._mac = hmac.new(key, digestmod=hashlib.sha256)
-        self._cipher = None
-        if encrypt:
-            try:
-                from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-            except ImportError:
-                raise ConfigError(
-                    "Encrypted transport needs the package 'cryptography', which is not installed.",
-                    fix="Install it on every node (pip install cryptography), or leave encryption off.",
-                ) from None
-            self._cipher = AESGCM(key)
+        self._cipher, self._encrypt = AESGCM(key), encrypt
 
     def seal(self, kind: int, content: memoryview, total: int) -> list[bytes | memoryview]:
         """Header, content and code as they travel."""
         header = HEADER.pack(len(content), kind, self.number, total)
         self.number += 1
-        if self._cipher is not None:
-            return [header, self._cipher.encrypt(header[4:16], content, header)]
+        if self._encrypt:
+            return [header, self._cipher.encrypt(header[_NONCE], content, header)]
         return [header, content, self._code(header, content)]
 
     def open(self, header: bytes, content: memoryview, code: bytes) -> bytes | memoryview:
@@ -90,11 +85,9 @@ class _Codec:
         if HEADER.unpack(header)[2] != self.number:
             raise Unauthenticated(f"A frame came out of order: {HEADER.unpack(header)[2]} instead of {self.number}.")
         self.number += 1
-        if self._cipher is not None:
-            from cryptography.exceptions import InvalidTag
-
+        if self._encrypt:
             try:
-                return self._cipher.decrypt(header[4:16], bytes(content) + code, header)
+                return self._cipher.decrypt(header[_NONCE], bytes(content) + code, header)
             except InvalidTag:
                 raise Unauthenticated("A frame failed its check.") from None
         if not hmac.compare_digest(self._code(header, content), code):
@@ -102,10 +95,8 @@ class _Codec:
         return content
 
     def _code(self, header: bytes, content: memoryview) -> bytes:
-        mac = self._mac.copy()
-        mac.update(header)
-        mac.update(content)
-        return mac.digest()[:CODE]
+        """The tag of the encrypted header, with the content as data that is authenticated only."""
+        return self._cipher.encrypt(header[_NONCE], header, content)[-CODE:]
 
 
 class SecureStream:
@@ -153,6 +144,7 @@ class SecureStream:
             if not hmac.compare_digest(proof, _prove(key, b"client", mine + theirs)):
                 raise Unauthenticated(f"{self.peer} does not have the key.")
             session = bytes(theirs + mine)
+        session += _MODES[encrypt]
         to_server, to_client = (_prove(key, name, session) for name in (b"to-server", b"to-client"))
         self._send = _Codec(to_server if client else to_client, encrypt)
         self._receive = _Codec(to_client if client else to_server, encrypt)
