@@ -79,7 +79,7 @@ KINDS = {
     "ray-tp2": Kind(on_ray(Mesh(tp=2)), ("0-3",) * 2, (3, 3)),
     "ray-pp2": Kind(on_ray(Mesh(pp=2), stage_layers=(2, 1)), ("0-2", "2-3"), (6, 6)),
 }
-SLOW = {"ray-pp2"}
+SLOW = {"mp-pp2", "ray-pp2"}
 """Kinds that differ from the others in parts which other kinds show."""
 
 
