@@ -106,10 +106,13 @@ def at_start(name: str) -> str | None:
 
 
 def adopt(variables: dict[str, str]) -> None:
-    """Take over variables of the process that this one works for, and drop the OMP_NUM_THREADS that Ray has set."""
+    """Take over variables of the process that this one works for, and drop the OMP_NUM_THREADS that Ray has set.
+    Children import this Phalanx, wherever Ray has found it."""
     if at_start("OMP_NUM_THREADS") is None:
         os.environ.pop("OMP_NUM_THREADS", None)
     os.environ.update(variables)
+    paths = [str(Path(__file__).resolve().parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
 @contextlib.contextmanager

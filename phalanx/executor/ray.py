@@ -7,7 +7,6 @@ only then is it known whether ranks are on other nodes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import platform
 
@@ -21,7 +20,7 @@ from phalanx.executor.messages import RankStart
 from phalanx.executor.ray_places import RayPlaces, death_in_words
 from phalanx.executor.survey import difference, survey, version_difference, versions
 
-_KILL_S = 5.0
+_KILL_S = 2.0
 
 
 class RayLauncher:
@@ -94,10 +93,10 @@ class RayLauncher:
         place = self._places.places.get(rank)
         if place is None or place.life is None or self.cause(rank) is not None:
             return
-        with contextlib.suppress(self._places.ray.exceptions.RayError):
-            place.actor.kill.remote(rank)
-            if self.cause(rank, _KILL_S) is None:
-                self._places.end(place)
+        done, _ = self._places.ray.wait([place.actor.kill.remote(rank)], timeout=_KILL_S)
+        if not done or self.cause(rank, _KILL_S) is None:
+            place.silent = True
+            self._places.end(place)
 
     def cause(self, rank: int, wait: float = 0.0) -> str | None:
         place = self._places.places.get(rank)

@@ -55,7 +55,9 @@ class Place:
     life: Any = None
     """Becomes what the rank died of."""
     dead: bool = False
-    """The actor is, or cannot be reached any more."""
+    """The actor is, or has to be taken for it."""
+    silent: bool = False
+    """It did not answer when it was told to end its rank: it hangs, or its node cannot be reached."""
 
 
 class RayPlaces:
@@ -146,26 +148,36 @@ class RayPlaces:
         return ours
 
     def replace(self, rank: int) -> None:
-        """A new place after the actor's death: its bundle if the node lives, otherwise any node that has room.
+        """A new place after the actor's death: its bundle if the node lives, otherwise any node that has room. A node
+        that was silent is the last choice, whatever Ray still thinks of it.
 
         Raises WorkerDied when there is none."""
         place = self.places[rank]
         self.end(place)
-        if place.site.node in self.view.alive():
-            self.places[rank] = Place(place.group, place.bundle, place.site)
-            return
         deadline = time.monotonic() + PLACE_S
-        while time.monotonic() < deadline:
+        while True:
             view = self.view
-            sites = self._allowed(rank, view.nodes())
-            with contextlib.suppress(NoRoom):
-                site = sites[arrange(Mesh(), self._demand, sites, "PACK", home=view.home).sites[0]]
-                group = self._new_group(view, [site], "PACK")
-                if group is not None:
-                    self.places[rank] = Place(group, 0, site)
-                    return
+            node_lives = place.site.node in view.alive()
+            if node_lives and not place.silent:
+                self.places[rank] = Place(place.group, place.bundle, place.site)
+                return
+            others = [site for site in view.nodes() if site.node != place.site.node]
+            found = self._elsewhere(rank, view, others)
+            if found is not None:
+                self.places[rank] = found
+                return
+            if time.monotonic() > deadline and not node_lives:
+                raise WorkerDied(rank, f"its node {place.site.name} is gone, and no other node has room for it")
+            place.silent = place.silent and time.monotonic() < deadline
             time.sleep(_PAUSE_S)
-        raise WorkerDied(rank, f"its node {place.site.name} is gone, and no other node has room for it")
+
+    def _elsewhere(self, rank: int, view: RayView, sites: list[Site]) -> Place | None:
+        allowed = self._allowed(rank, sites)
+        with contextlib.suppress(NoRoom):
+            site = allowed[arrange(Mesh(), self._demand, allowed, "PACK", home=view.home).sites[0]]
+            group = self._new_group(view, [site], "PACK")
+            return Place(group, 0, site) if group is not None else None
+        return None
 
     def end(self, place: Place) -> None:
         """End an actor and what is under it. Returns when it is gone, or cannot be reached."""

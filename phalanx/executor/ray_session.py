@@ -167,6 +167,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _join(ray: ModuleType, address: str) -> None:
+    from ray._private import services
+
+    found: Any = services
+    if not found.find_node_ids():  # Ray would look for one of them for a minute
+        raise _refused(address, "no Ray node runs on this machine")
     own = env.host_ip()
     options = {"_node_ip_address": own} if own else {}
     # Ray would look for a cluster that keeps to the loopback interface at this machine's other address.

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +30,9 @@ class ExecutorProcess:
         """`options` are configuration. `start` runs a command as Popen does, on another host perhaps."""
         command = [sys.executable, "-m", "tests.helpers.executor_process", json.dumps(options)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = start(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}, **pipes)
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
+        # Elsewhere: Ray's workers would find this Phalanx in the driver's folder, and not their own.
+        self.process = start(command, cwd=tempfile.gettempdir(), env=variables, **pipes)
         self.answers: SimpleQueue[Any] = SimpleQueue()
         self.noise: list[str] = []
         """What it printed besides answers."""
