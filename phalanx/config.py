@@ -202,7 +202,7 @@ class ParallelConfig:
     distributed_executor_backend: str | None = option(
         None, "How ranks are started. Default: chosen by the layout.", choices=("inprocess", "mp", "ray")
     )
-    nnodes: int = option(1, "Machines that share the model, without Ray; start Phalanx on each.")
+    nnodes: int = option(1, "Machines that share the model. Start Phalanx on each, unless Ray places the ranks.")
     node_rank: int = option(0, "Which of the --nnodes machines this is; 0 serves.")
     master_addr: str | None = option(None, "Address of node 0.")
     master_port: int = option(29500, "Port of node 0 where the other nodes join.")
@@ -529,7 +529,7 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         raise ConfigError(f"--master-port is {parallel.master_port}; it must be between 1 and 65535.")
     if parallel.nnodes > 1 and not parallel.master_addr and parallel.distributed_executor_backend != "ray":
         raise ConfigError(
-            f"--nnodes is {parallel.nnodes}, but the nodes do not know where to meet.",
+            f"--nnodes is {parallel.nnodes}, but the nodes do not know where to meet, and no Ray cluster runs here.",
             fix="Give every node the same --master-addr: an address of node 0 that all can reach.",
         )
     if parallel.nnodes > parallel.world_size:

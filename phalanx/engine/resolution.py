@@ -25,7 +25,17 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
 
     _check_quantization(config.model.quantization, checkpoint)
     spec = read_spec(checkpoint.config)
-    return with_layout(resolve(config, spec, detect()), spec)
+    return with_layout(resolve(_with_ray(config), spec, detect()), spec)
+
+
+def _with_ray(config: EngineConfig) -> EngineConfig:
+    """Several nodes, and no word of where they meet: Ray, if this machine belongs to a cluster."""
+    from phalanx.executor.ray_session import is_running
+
+    parallel = config.parallel
+    if parallel.distributed_executor_backend or parallel.nnodes == 1 or parallel.master_addr or not is_running():
+        return config
+    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, distributed_executor_backend="ray"))
 
 
 def _check_quantization(asked: str | None, checkpoint: Checkpoint) -> None:

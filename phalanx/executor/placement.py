@@ -75,9 +75,11 @@ class NoRoom(Exception):
 
 
 def arrange(
-    mesh: Mesh, demand: Demand, sites: Sequence[Site], strategy: str, *, home: str = "", when_empty: bool = False
-) -> Arrangement:
+    mesh: Mesh, demand: Demand, sites: Sequence[Site], strategy: str,
+    *, home: str = "", span: int = 1, when_empty: bool = False,
+) -> Arrangement:  # fmt: skip
     """One site per rank. `home` is the node of whoever asks: it is preferred, since plans reach it through memory.
+    `span` above 1 is the number of nodes to use, evenly.
 
     `when_empty` answers whether the ranks would fit if nothing else ran. Raises NoRoom.
     """
@@ -89,7 +91,9 @@ def arrange(
     units = groups if len(groups) > 1 or "PACK" in strategy else tuple((rank,) for rank in groups[0])
     if room.total() < mesh.world_size:
         raise NoRoom(f"there is room for {room.total()} of {mesh.world_size} ranks")
-    if strategy == "STRICT_PACK" or (strategy == "PACK" and nodes.fits(mesh.world_size)):
+    if span > 1:
+        placed = _over(span, groups, nodes, strategy)
+    elif strategy == "STRICT_PACK" or (strategy == "PACK" and nodes.fits(mesh.world_size)):
         placed = _together(mesh, nodes)
     else:
         placed = _apart(units, nodes, spread="SPREAD" in strategy, strict=strategy == "STRICT_SPREAD")
@@ -121,6 +125,19 @@ def _together(mesh: Mesh, nodes: _Nodes) -> list[str]:
         raise NoRoom(f"no single node has room for {mesh.world_size} ranks; the roomiest takes {most}")
     node = min(fitting, key=lambda n: (n != nodes.home, nodes.left[n]))
     return [node] * mesh.world_size
+
+
+def _over(span: int, groups: Sequence[tuple[int, ...]], nodes: _Nodes, strategy: str) -> list[str]:
+    """Over exactly `span` nodes: whole tensor groups where there is one for each of them, single ranks otherwise."""
+    units = groups if len(groups) >= span else tuple((rank,) for group in groups for rank in group)
+    most = sorted(nodes.fits(1), key=lambda n: (n != nodes.home, -nodes.left[n]))[:span]
+    placed = []
+    if len(most) == span and strategy != "STRICT_PACK" and sum(nodes.left[n] for n in most) >= sum(map(len, units)):
+        few = _Nodes({node: nodes.left[node] for node in most}, nodes.home)
+        placed = _apart(units, few, spread=True, strict=strategy == "STRICT_SPREAD")
+    if len(set(placed)) < span:
+        raise NoRoom(f"--nnodes asks for {span} nodes with room, and that cannot be had with {strategy}")
+    return placed
 
 
 def _apart(units: Sequence[tuple[int, ...]], nodes: _Nodes, *, spread: bool, strict: bool) -> list[str]:

@@ -66,6 +66,7 @@ class RayPlaces:
     def __init__(self, mesh: Mesh, parallel: ParallelConfig, device: str):
         """`parallel` is resolved; `device` is where the model runs. Joins nothing yet."""
         self._mesh, self._strategy, self._device = mesh, parallel.placement_strategy, device
+        self._span = parallel.nnodes
         self._demand = demand(parallel, device)
         self._session: RaySession | None = None
         self._groups: list[Any] = []
@@ -205,7 +206,7 @@ class RayPlaces:
         while True:
             sites = view.nodes() if current is None else view.bundles(current)
             try:
-                found = arrange(self._mesh, self._demand, sites, self._strategy, home=view.home)
+                found = arrange(self._mesh, self._demand, sites, self._strategy, home=view.home, span=self._span)
                 if self._take(view, current, found, sites):
                     _warn_of_split_groups(found, sites)
                     return
@@ -220,7 +221,7 @@ class RayPlaces:
     def _would_fit(self, sites: list[Site]) -> bool:
         """If nothing else ran: then waiting may help."""
         try:
-            arrange(self._mesh, self._demand, sites, self._strategy, when_empty=True)
+            arrange(self._mesh, self._demand, sites, self._strategy, span=self._span, when_empty=True)
         except NoRoom:
             return False
         return True

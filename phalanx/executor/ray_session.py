@@ -8,6 +8,7 @@ already is left as it is. Ray's command-line tools and other programs do not fin
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import math
 import os
@@ -150,6 +151,16 @@ def _address() -> str | None:
 
     found = find_bootstrap_address(None)
     return found if found and _answers(found) else None
+
+
+def is_running() -> bool:
+    """Whether Ray is installed, and this machine belongs to a cluster that was started with it."""
+    if importlib.util.find_spec("ray") is None:
+        return False
+    try:
+        return _address() is not None
+    except ConfigError:
+        return False
 
 
 def _answers(address: str) -> bool:

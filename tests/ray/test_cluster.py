@@ -120,6 +120,7 @@ class TestPlacement:
         assert len(set(placed(Mesh(tp=2), placement_strategy="PACK"))) == 1
         assert len(set(placed(Mesh(pp=2), placement_strategy="SPREAD"))) == 2
         assert len(set(placed(Mesh(tp=2), placement_strategy="STRICT_PACK"))) == 1
+        assert len(set(placed(Mesh(pp=2), pipeline_parallel_size=2, nnodes=2))) == 2
         assert not caplog.records
         assert len(set(placed(Mesh(tp=2), placement_strategy="STRICT_SPREAD"))) == 2
         assert "Ranks 0, 1 share every layer across nodes" in caplog.text

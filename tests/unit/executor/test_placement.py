@@ -88,6 +88,24 @@ class TestStrict:
             assert ray_strategy("STRICT_SPREAD", arrange(mesh, ONE, sites, "STRICT_SPREAD"), sites) == told
 
 
+class TestSpan:
+    """`--nnodes`: exactly so many nodes."""
+
+    def over(self, mesh: Mesh, cpus: list[int], span: int, strategy: str = "PACK") -> str:
+        sites = [node(chr(97 + i), c) for i, c in enumerate(cpus)]
+        return "".join(sites[i].node for i in arrange(mesh, ONE, sites, strategy, span=span).sites)
+
+    def test_it_is_met_evenly_with_whole_groups_where_there_are_enough(self):
+        assert self.over(Mesh(tp=2, pp=2), [9, 9, 1], 2) in ("aabb", "bbaa")
+        assert sorted(self.over(Mesh(tp=2), [9, 1, 9], 2)) == ["a", "c"]
+        assert sorted(self.over(Mesh(tp=4), [9, 1, 9], 3)) == ["a", "a", "b", "c"]
+
+    @pytest.mark.parametrize(("cpus", "strategy"), [([9], "PACK"), ([9, 0], "PACK"), ([9, 9], "STRICT_PACK")])
+    def test_or_refused(self, cpus, strategy):
+        with pytest.raises(NoRoom, match="--nnodes asks for 2 nodes"):
+            self.over(Mesh(tp=2), cpus, 2, strategy)
+
+
 class TestDemand:
     def test_labels_choose_nodes(self):
         sites = [node("a", 8), node("b", 8, labels={"zone": "x"})]
