@@ -4,9 +4,10 @@ Order of operations, as in vLLM: logprobs are taken from the model's own logits;
 words, `min_tokens`, `logit_bias`, penalties; greedy rows take the largest logit (ties: lowest id); the others divide by
 temperature, keep what min-p, top-k and top-p leave, in this order, and draw once.
 
-A draw is one uniform number (`phalanx.sampling.random`) looked up in the cumulative distribution over the candidates in
-order of falling logit, ties by token id. Min-p, top-k and top-p all keep a beginning of that order, so the candidates
-are looked at from the best down: first a few, and only rows that these do not decide look at more, in the end at all.
+A draw is an exponential race (`phalanx.sampling.race`) among the tokens left. Rows that leave out nothing race over the
+whole vocabulary. Min-p, top-k and top-p all keep a beginning of the order of falling logit, ties by token id, so there
+the candidates are looked at from the best down: first a few, and only rows that these do not decide look at more, in
+the end at all.
 
 Guarantees: a row's token depends on its own logits, parameters and position only, never on the rest of the batch; a row
 without a usable candidate fails alone. Does not know what a request is; history comes with the call.
@@ -26,8 +27,9 @@ from phalanx.sampling.logprobs import token_logprobs
 from phalanx.sampling.order import first_candidates
 from phalanx.sampling.parameters import GREEDY_BELOW, SamplingTable
 from phalanx.sampling.penalties import apply_penalties
-from phalanx.sampling.random import uniform
-from phalanx.sampling.truncation import Truncation, pick
+from phalanx.sampling.race import race, single, winners
+from phalanx.sampling.random import row_keys
+from phalanx.sampling.truncation import Truncation, kept_counts
 from phalanx.step import NO_TOKEN, TokenLogprobs
 
 NO_SCORES = "The model's scores for this request are not finite numbers, so no token can be chosen."
@@ -125,26 +127,51 @@ def constrain(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) 
 
 
 def truncation(table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]) -> Truncation:
+    """What the given rows of the batch leave out."""
+    slots = batch.slots[rows]
+    return Truncation(table.top_k[slots], table.top_p[slots], table.min_p[slots])
+
+
+def draw_keys(table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     """What the given rows of the batch draw with."""
     slots = batch.slots[rows]
-    number = uniform(table.seed[slots], table.choice[slots], batch.lengths[rows])
-    return Truncation(table.top_k[slots], table.top_p[slots], table.min_p[slots], number)
+    return row_keys(table.seed[slots], table.choice[slots], batch.lengths[rows])
 
 
 def draw(
     logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Token ids [R] for `logits` [R, V] of the given rows of the batch, each with a finite largest logit."""
+    narrows = truncation(table, batch, rows).narrows(logits.shape[-1])
+    tokens = np.full(len(rows), NO_TOKEN, np.int64)
+    for part, choose in ((np.flatnonzero(~narrows), _draw_from_all), (np.flatnonzero(narrows), _draw_from_best)):
+        if len(part):
+            few = logits if len(part) == len(rows) else logits[torch.from_numpy(part).to(logits.device)]
+            tokens[part] = choose(few, table, batch, rows[part])
+    return tokens
+
+
+def _draw_from_all(
+    logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    return race(logits, table.temperature[batch.slots[rows]], draw_keys(table, batch, rows))
+
+
+def _draw_from_best(
+    logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """`draw` for rows that leave tokens out."""
     vocab = logits.shape[-1]
-    slots = batch.slots[rows]
     limits = truncation(table, batch, rows)
-    temperature = torch.from_numpy(table.temperature[slots]).to(logits.device, torch.float32)
+    keys = draw_keys(table, batch, rows)
+    temperature = table.temperature[batch.slots[rows]]
+    scale = torch.from_numpy(single(temperature)).to(logits.device)
     # Relative to the largest, so that a tiny temperature gives minus infinity and not infinity minus infinity.
-    scaled = (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+    scaled = (logits - logits.amax(-1, keepdim=True)).div_(scale[:, None])
     # log_softmax works row by row (a plain sum may be cut up differently for one row than for many); the best
     # candidate's is minus the log of the sum.
     log_sum = (-scaled.log_softmax(-1).amax(-1)).cpu().numpy().astype(np.float64)
-    tokens = np.full(len(rows), -1, np.int64)
+    tokens = np.full(len(rows), NO_TOKEN, np.int64)
     waiting = np.arange(len(rows))
     for count in (*(c for c in CANDIDATES if c < vocab), vocab):
         few, few_scaled = logits, scaled
@@ -153,10 +180,12 @@ def draw(
             few, few_scaled = logits[at], scaled[at]
         ids = first_candidates(few, count)
         values = few_scaled.gather(-1, ids).cpu().numpy().astype(np.float64)
-        picked = pick(values, log_sum[waiting], limits[waiting], whole=count == vocab)
-        found = picked >= 0
-        tokens[waiting[found]] = ids.cpu().numpy()[found, picked[found]]
-        waiting = waiting[~found]
+        kept = kept_counts(values, log_sum[waiting], limits[waiting], whole=count == vocab)
+        known = np.flatnonzero(kept > 0)
+        found = waiting[known]
+        own = few.gather(-1, ids).cpu().numpy()[known]
+        tokens[found] = winners(own, ids.cpu().numpy()[known], kept[known], temperature[found], keys[found])
+        waiting = waiting[kept < 0]
         if not len(waiting):
             break
     return tokens

@@ -1,12 +1,14 @@
 """Sampling when each rank of a tensor group has the logits of its own tokens only.
 
-Full logits are not gathered. For every row a rank tells the others its largest logit, the log of its sum of exp, and
-its best candidates; from these all ranks choose the same token, by the arithmetic of `phalanx.sampling.sampler`. Only
-rows that need more candidates to know (a nucleus that is wider, a flat distribution) are gathered whole, and counted.
+Full logits are not gathered. For every row a rank tells the others its largest logit. Of a row that draws from all
+tokens it adds the winner among its own (`phalanx.sampling.race`); the best of these is the row's token. Of a row that
+leaves tokens out it adds the log of its sum of exp and its best candidates; from these all ranks choose alike, by the
+arithmetic of `phalanx.sampling.sampler`. Only rows of this last kind that need more candidates to know (a nucleus that
+is wider) are gathered whole, and counted.
 
 Guarantees: what a rank decides depends on gathered numbers and on the plan alone, so that all ranks decide alike, make
-the same exchanges and report the same failures. Tokens are those that one rank with all logits chooses, but for draws
-that fall within float32's noise of a boundary (sums of exp are taken in parts here).
+the same exchanges and report the same failures. Tokens are those that one rank with all logits chooses, but for a
+nucleus that ends within float32's noise of a candidate (sums of exp are taken in parts here).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from phalanx.distributed.partition import Partition
 from phalanx.sampling.logprobs import SPARE
 from phalanx.sampling.order import first_candidates
 from phalanx.sampling.parameters import GREEDY_BELOW, SamplingTable
+from phalanx.sampling.race import race, single, winners
 from phalanx.sampling.sampler import (
     CANDIDATES,
     CHUNK_ELEMENTS,
@@ -31,9 +34,10 @@ from phalanx.sampling.sampler import (
     SamplingBatch,
     constrain,
     draw,
+    draw_keys,
     truncation,
 )
-from phalanx.sampling.truncation import pick
+from phalanx.sampling.truncation import kept_counts
 from phalanx.step import NO_TOKEN, TokenLogprobs
 
 Floats = NDArray[np.float32]
@@ -62,9 +66,12 @@ class SplitSampler:
         # torch.max, unlike topk, promises the first of equal values; NaN comes out as the largest.
         best, first = logits.max(-1)
         greedy = table.temperature[batch.slots] < GREEDY_BELOW
-        drawn = np.flatnonzero(~greedy)
+        narrows = truncation(table, batch, np.arange(rows)).narrows(self.vocabulary.size)
+        free, drawn = np.flatnonzero(~greedy & ~narrows), np.flatnonzero(~greedy & narrows)
         count = self._candidates(table.top_k[batch.slots[drawn]])
         message = [_words(raw_best), _words(best), first.to(torch.int32) + self._first]
+        for at in range(0, len(free), self._step):
+            message += self._race_message(logits, table, batch, free[at : at + self._step])
         for at in range(0, len(drawn), self._step):
             message += self._draw_message(logits, best, table, batch, drawn[at : at + self._step], count)
         heard = _Heard(self._exchange(message))
@@ -74,6 +81,9 @@ class SplitSampler:
         # The first rank of those with the largest logit has the lowest token ids.
         chosen = firsts[bests.argmax(0), np.arange(rows)]
         tokens[greedy & usable] = chosen[greedy & usable]
+        for at in range(0, len(free), self._step):
+            part = free[at : at + self._step]
+            tokens[part] = np.where(usable[part], self._race(heard, table, batch, part), NO_TOKEN)
         for at in range(0, len(drawn), self._step):
             part = drawn[at : at + self._step]
             tokens[part] = self._draw(heard, bests[:, part], usable[part], table, batch, part, count)
@@ -133,8 +143,26 @@ class SplitSampler:
 
     # -- drawing
 
+    def _race_message(
+        self, logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]
+    ) -> list[torch.Tensor]:
+        """Ids and logits of this rank's winners, for rows that draw from all tokens."""
+        few = logits if len(rows) == len(logits) else logits[self._index(rows, logits)]
+        won = race(few, table.temperature[batch.slots[rows]], draw_keys(table, batch, rows), self._first)
+        ids = self._index(won, logits)
+        columns = (ids - self._first).clamp(0, logits.shape[-1] - 1)
+        values = few.gather(-1, columns[:, None])[:, 0].masked_fill(ids < 0, float("-inf"))
+        return [ids.to(torch.int32), _words(values)]
+
+    @staticmethod
+    def _race(heard: _Heard, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Tokens of these rows, the best of the ranks' winners; of no meaning where no rank has one."""
+        ids, values = heard.ints(len(rows)).T, heard.floats(len(rows)).T
+        counts = np.full(len(rows), ids.shape[1])
+        return winners(values, ids, counts, table.temperature[batch.slots[rows]], draw_keys(table, batch, rows))
+
     def _candidates(self, top_k: NDArray[np.int64]) -> int:
-        """How many candidates each rank sends of every row that draws."""
+        """How many candidates each rank sends of every row that leaves tokens out."""
         count = min(CANDIDATES[0], self._most)
         return min(count, int(top_k.max())) if len(top_k) and top_k.all() else count
 
@@ -145,7 +173,7 @@ class SplitSampler:
         """The log of the sum, ids and logits of the best candidates of these rows."""
         at = self._index(rows, logits)
         few = logits if len(rows) == len(logits) else logits[at]
-        temperature = torch.from_numpy(table.temperature[batch.slots[rows]]).to(logits.device, torch.float32)
+        temperature = torch.from_numpy(single(table.temperature[batch.slots[rows]])).to(logits.device)
         sums = _log_sums(few, best[at], temperature)
         return [_words(sums), *self._best(few, count)]
 
@@ -162,13 +190,15 @@ class SplitSampler:
             return tokens
         ids, values, bests, sums = ids[good], values[good], bests[:, good], sums[:, good]
         best = bests.max(0)
-        temperature = table.temperature[batch.slots[rows[good]]].astype(np.float32)
-        scaled = ((values - best[:, None]) / temperature[:, None]).astype(np.float64)
-        parts = (bests.astype(np.float64) - best) / temperature + sums
+        temperature = table.temperature[batch.slots[rows[good]]]
+        scale = single(temperature)
+        scaled = ((values - best[:, None]) / scale[:, None]).astype(np.float64)
+        parts = (bests.astype(np.float64) - best) / scale + sums
         log_sum = np.logaddexp.reduce(parts, axis=0)
-        picked = pick(scaled, log_sum, truncation(table, batch, rows[good]), whole=count == self._most)
-        found = np.flatnonzero(picked >= 0)
-        tokens[good[found]] = ids[found, picked[found]]
+        kept = kept_counts(scaled, log_sum, truncation(table, batch, rows[good]), whole=count == self._most)
+        known = np.flatnonzero(kept > 0)
+        keys = draw_keys(table, batch, rows[good[known]])
+        tokens[good[known]] = winners(values[known], ids[known], kept[known], temperature[known], keys)
         return tokens
 
     def _draw_from_all(

@@ -1,6 +1,7 @@
-"""Which candidate a row draws: what min-p, top-k and top-p leave of the candidates in order, and one look-up.
+"""Which candidates a row may draw: what min-p, top-k and top-p leave of the candidates in order.
 
-Works on the best candidates only, however they were found; says so when it takes more of them to know.
+Works on the best candidates only, however they were found; says so when it takes more of them to know. Who of those
+left wins is `phalanx.sampling.race`.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ class Truncation:
     top_k: NDArray[np.int64]
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
-    number: NDArray[np.float64]
-    """Uniform in [0, 1)."""
 
     def __getitem__(self, rows: NDArray[np.int64]) -> Truncation:
-        return Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows], self.number[rows])
+        return Truncation(self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+    def narrows(self, vocab: int) -> NDArray[np.bool_]:
+        """[R]: something of a vocabulary of that size may be left out."""
+        return ((self.top_k > 0) & (self.top_k < vocab)) | (self.top_p < 1) | (self.min_p > 0)
 
 
-def pick(
+def kept_counts(
     values: NDArray[np.float64], log_sum: NDArray[np.float64], limits: Truncation, *, whole: bool
 ) -> NDArray[np.int64]:
-    """Index [R] of the candidate each row draws, -1 where more candidates are needed to know.
+    """How many candidates, from the best down, each row may draw [R], at least 1; -1 where it takes more to know.
 
-    `values` [R, K] are the largest scaled logits in falling order, `log_sum` [R] the log of the sum of exp over all of
-    them, `whole` says that K is the vocabulary.
+    `values` [R, K] are the largest scaled logits in falling order, the first of them finite, `log_sum` [R] the log of
+    the sum of exp over all of them, `whole` says that K is the vocabulary.
     """
     rows, count = values.shape
     mass = np.cumsum(np.exp(values - log_sum[:, None]), axis=1)
@@ -49,11 +52,5 @@ def pick(
     before = np.concatenate([np.zeros((rows, 1)), mass[:, :-1]], axis=1)
     nucleus = np.minimum((before < (limits.top_p * total)[:, None]).sum(1), kept)
     narrowed = limits.top_p < 1
-    decided = known | (unlimited & (~narrowed | (last >= limits.top_p * total)))
-    kept = np.where(narrowed, nucleus, kept)
-    total = np.where(narrowed, mass[np.arange(rows), kept - 1], total)
-    picked = (mass <= (limits.number * total)[:, None]).sum(1)
-    beyond = picked >= kept
-    decided &= ~(beyond & unlimited & ~narrowed)
-    picked = np.minimum(picked, kept - 1)
-    return np.where(decided, picked, -1)
+    decided = known | (unlimited & narrowed & (last >= limits.top_p * total))
+    return np.where(decided, np.where(narrowed, nucleus, kept), -1)

@@ -123,14 +123,26 @@ def test_plain_draws(cut: Partition) -> None:
     assert outcome.gathered == 0
     (name, numbers), *more = outcome.calls
     assert name == "all_gather" and not more
-    drawn = sum(row.state.temperature > 1e-5 for row in rows)
-    assert numbers == 3 * len(rows) + drawn * (1 + 2 * 128)
+    drawn = [row.state for row in rows if row.state.temperature > 1e-5]
+    free = sum(not state.top_k and state.top_p == 1 and not state.min_p for state in drawn)
+    assert numbers == 3 * len(rows) + free * 2 + (len(drawn) - free) * (1 + 2 * 128)
 
 
 def test_greedy_steps_send_three_numbers_a_row() -> None:
     rng = np.random.default_rng(2)
     rows = [Row(random_logits(rng, 701), GREEDY) for _ in range(9)]
     assert check(rows, CUTS[1]).calls == [("all_gather", 27)]
+
+
+def test_draws_from_all_tokens_send_five_numbers_a_row() -> None:
+    """However flat they are, and in every kind of cut: a token and its logit beside what every row sends."""
+    rng = np.random.default_rng(14)
+    for width in (0.0, 0.1, 2.0):
+        rows = [Row(random_logits(rng, 5003, width), SamplingState(seed=i, temperature=1.5)) for i in range(30)]
+        rows += [Row(random_logits(rng, 5003, width), SamplingState(seed=i, top_k=5003)) for i in range(3)]
+        for cut in (Partition.even(5003, 3), Partition(5003, ((0, 1), (1, 5000), (5000, 5003)))):
+            outcome = check(rows, cut)
+            assert outcome.calls == [("all_gather", 33 * 5)] and outcome.gathered == 0
 
 
 def test_small_top_k_sends_few_candidates() -> None:
@@ -206,10 +218,10 @@ def replace_state(state: SamplingState, **changes) -> SamplingState:
 
 
 def test_wide_rows_gather_alone_and_are_counted() -> None:
-    """Flat distributions and nuclei beyond the candidates: only these rows' logits are gathered, in one go."""
+    """Nuclei, top-k and min-p beyond the candidates: only these rows' logits are gathered, in one go."""
     rng = np.random.default_rng(7)
     narrow = [Row(random_logits(rng, 5003, 8.0), SamplingState(seed=i)) for i in range(5)]
-    flat = [Row(random_logits(rng, 5003, 0.1), SamplingState(seed=i)) for i in range(4)]
+    flat = [Row(random_logits(rng, 5003, 0.1), SamplingState(seed=i, min_p=0.01)) for i in range(4)]
     nucleus = [Row(random_logits(rng, 5003, 0.5), SamplingState(seed=i, top_p=0.9)) for i in range(3)]
     wide_k = [Row(random_logits(rng, 5003, 0.5), SamplingState(seed=i, top_k=3000)) for i in range(3)]
     rows = [row for group in zip(narrow, flat + nucleus, strict=False) for row in group] + flat + wide_k
@@ -223,7 +235,7 @@ def test_wide_rows_gather_alone_and_are_counted() -> None:
 def test_gathering_goes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(8)
     monkeypatch.setattr("phalanx.sampling.split_vocabulary.CHUNK_ELEMENTS", 3 * 5003)
-    rows = [Row(random_logits(rng, 5003, 0.1), SamplingState(seed=i, logprobs=i % 3)) for i in range(8)]
+    rows = [Row(random_logits(rng, 5003, 0.1), SamplingState(seed=i, top_p=0.9, logprobs=i % 3)) for i in range(8)]
     rows += [Row(random_logits(rng, 5003, 8.0), SamplingState(seed=i)) for i in range(4)]
     outcome = check(rows, Partition.even(5003, 2))
     assert outcome.gathered >= 7

@@ -68,11 +68,21 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def reference_uniform(seed: int, choice: int, position: int) -> float:
+def _mix_low(x: int) -> int:
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
+    return x ^ (x >> 16)
+
+
+def reference_key(seed: int, choice: int, position: int) -> int:
     state = _mix((seed + 0x9E3779B97F4A7C15) % 2**64)
     for word in (choice, position, 0):
         state = _mix(((state ^ word) + 0x9E3779B97F4A7C15) % 2**64)
-    return (state >> 11) / 2**53
+    return state
+
+
+def reference_word(key: int, token: int) -> int:
+    return _mix_low((_mix_low(token ^ (key % 2**32)) + (key >> 32)) % 2**32)
 
 
 def reference_logits(row: Row) -> np.ndarray:
@@ -103,7 +113,7 @@ def reference_logits(row: Row) -> np.ndarray:
 
 
 def reference_token(row: Row) -> int:
-    """The token by the plain definition, in double precision: sort everything, keep, add up, look up.
+    """The token by the plain definition, in double precision: sort everything, keep, and race among all that is left.
 
     NO_TOKEN when the constraints leave none.
     """
@@ -127,10 +137,10 @@ def reference_token(row: Row) -> int:
             break
         nucleus.append(t)
         mass += weight[t]
-    target = reference_uniform(state.seed, state.choice, len(row.prompt) + len(row.output)) * mass
-    mass = 0.0
-    for t in nucleus:
-        mass += weight[t]
-        if mass > target:
-            return t
-    return nucleus[-1]
+    key = reference_key(state.seed, state.choice, len(row.prompt) + len(row.output))
+
+    def loses_by(token: int) -> tuple[float, int]:
+        number = -math.log1p(-(reference_word(key, token) + 0.5) / 2**32)
+        return math.log(number) - logits[token] / state.temperature, token
+
+    return min(nucleus, key=loses_by)

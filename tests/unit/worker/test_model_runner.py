@@ -128,7 +128,7 @@ class TestSteps:
             raise AssertionError("a greedy row without penalties needs the largest logit only")
 
         monkeypatch.setattr("phalanx.sampling.sampler.first_candidates", forbidden)
-        monkeypatch.setattr("phalanx.sampling.sampler.uniform", forbidden)
+        monkeypatch.setattr("phalanx.sampling.sampler.row_keys", forbidden)
         assert run(worker, Run(0, 11), admit=[admission(0, PROMPT, [0, 1, 2])]).tokens
 
     def test_the_head_sees_only_rows_that_sample(self, worker, monkeypatch):
