@@ -20,15 +20,21 @@ MARK = "PHALANX_RAY_SESSION"
 _PATIENCE_S = 5.0
 
 
-def marked(mark: str) -> list[int]:
-    """Processes that have the mark, without this one."""
+def remaining(mark: str, folder: str) -> list[int]:
+    """Processes that have the mark, and those that have written their title over it but still write to the folder."""
     wanted, found = f"{MARK}={mark}".encode(), []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or is not ours
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    found.append(int(folder.name))
+                marked = wanted in (process / "environ").read_bytes().split(b"\0")
+                titled = (process / "cmdline").read_bytes().startswith(b"ray::")
+                if marked or (titled and _writes_to(process, folder)):
+                    found.append(int(process.name))
     return found
+
+
+def _writes_to(process: Path, folder: str) -> bool:
+    return any(os.readlink(fd).startswith(f"{folder}/") for fd in (process / "fd").iterdir())
 
 
 def main(mark: str, folder: str) -> int:
@@ -37,7 +43,7 @@ def main(mark: str, folder: str) -> int:
     while os.read(0, 4096):
         pass
     deadline = time.monotonic() + _PATIENCE_S
-    while (pids := marked(mark)) and time.monotonic() < deadline:
+    while (pids := remaining(mark, folder)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)

@@ -7,7 +7,6 @@ are apart there is `tests.helpers.hosts`. One cluster at a time in a process.
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -79,8 +78,13 @@ class RayCluster:
 @contextlib.contextmanager
 def ray_cluster(**workers: dict[str, Any]) -> Iterator[RayCluster]:
     """A head without CPUs, to which this process is connected, and a node for each name with these options of Ray."""
-    folder = tempfile.mkdtemp(prefix="phxray-", dir="/tmp")  # short: sockets lie below
-    (Path(folder) / "ray").mkdir()
+    with tempfile.TemporaryDirectory(prefix="phxray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        (Path(folder) / "ray").mkdir()
+        yield from _in(folder, workers)
+
+
+def _in(folder: str, workers: dict[str, dict[str, Any]]) -> Iterator[RayCluster]:
+    """`folder` has a short path: sockets lie below."""
     settings = {
         **LOCAL_SETTINGS,
         "RAY_TMPDIR": folder,  # Ray notes the address there, so that nobody else joins
@@ -104,4 +108,3 @@ def ray_cluster(**workers: dict[str, Any]) -> Iterator[RayCluster]:
         with quietly():
             ray.shutdown()
             made.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)

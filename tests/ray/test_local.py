@@ -40,6 +40,10 @@ def tree(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
+def left(processes: list[psutil.Process]) -> list[str]:
+    return [f"{p.name()} {' '.join(p.cmdline())[:200]}" for p in processes if alive(p.pid)]
+
+
 def listening(processes: list[psutil.Process]) -> set[str]:
     """Addresses."""
     found = {c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN}
@@ -62,7 +66,7 @@ def test_a_killed_owner_leaves_nothing(model: Path, reference, tmp_path: Path) -
         mark = next(p.environ()[MARK] for p in processes if p.name() == "raylet")
         folder = next(a for p in processes for a in p.cmdline() if a.startswith("/tmp/phalanx-ray-"))
         process.process.kill()
-        assert wait_until(lambda: not any(alive(p.pid) for p in processes), 5)
+        assert wait_until(lambda: not any(alive(p.pid) for p in processes), 5), left(processes)
         assert wait_until(lambda: not Path(folder).exists(), 5)
         assert mark
 
