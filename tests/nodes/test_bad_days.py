@@ -172,7 +172,8 @@ def test_four_starts_at_once(two_hosts: list[Host], tiny: Path, tmp_path: Path) 
     try:
         heads = [cluster.start(0) for _ in range(3)]
         cluster.start(1)
-        assert wait_until(lambda: sum("Ready: " in head.output for head in heads) == 1, 90), "\n----\n".join(h.output for h in heads)
+        one = wait_until(lambda: sum("Ready: " in head.output for head in heads) == 1, 90)
+        assert one, "\n----\n".join(head.output for head in heads)
         losers = [head for head in heads if "Ready: " not in head.output]
         for head in losers:
             assert head.ends(20) == 1
