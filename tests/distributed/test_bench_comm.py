@@ -22,6 +22,7 @@ SHORT = ["--seconds", "1", "--sizes", "1K,4M"]
 
 @pytest.mark.parametrize("transport", comm.TRANSPORTS)
 def test_every_transport(transport, tmp_path, capsys):
+    others = descendants()  # of other tests in this process
     target = tmp_path / "result.json"
     assert main(["bench", "comm", "--transport", transport, *SHORT, "--json", str(target)]) == 0
     printed = capsys.readouterr().out
@@ -37,7 +38,7 @@ def test_every_transport(transport, tmp_path, capsys):
     assert 0 < rows["all_reduce", 1 << 22]["of_copy_speed"] < 3
     for word in (*OPERATIONS, "1 KB", "4 MB", "median", "p90", "bandwidth", "gloo", "of what copying allows"):
         assert word in printed
-    assert not descendants()
+    assert descendants() <= others
 
 
 def test_json_to_standard_output_with_three_ranks(capsys):
@@ -95,6 +96,8 @@ def test_figures_are_the_slowest_ranks():
 def test_a_rank_that_fails_is_named(monkeypatch):
     import phalanx.distributed.speed
 
+    others = descendants()
+
     def broken(*_):
         raise ValueError("no such luck")
 
@@ -104,7 +107,7 @@ def test_a_rank_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(phalanx.distributed.speed, "measure", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(PhalanxError, match=r"Rank [01] of the measurement died"):
         comm.measure(2, "shm", [1024], seconds=0.5)
-    assert not descendants()
+    assert descendants() <= others
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

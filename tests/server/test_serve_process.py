@@ -192,7 +192,8 @@ def test_a_refusal_reaches_a_client_that_is_still_sending(base: str, request_hea
             if status == b"415"
             else request_head + b"Host: localhost\r\n\r\n"
         )
-        connection.sendall(b"x" * 200_000)
+        body = b"x" * 200_000
+        connection.sendall(b"%x\r\n%s\r\n" % (len(body), body) if status == b"415" else body)
         assert connection.recv(1000).startswith(b"HTTP/1.1 " + status)
 
 
@@ -277,7 +278,8 @@ def test_a_second_signal_ends_the_process_on_the_spot(number: signal.Signals) ->
         children = descendants(serve.process)
         body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # kept: the connection ends with it
+            next(lines)
             serve.process.send_signal(signal.SIGTERM)
             serve.until("Shutting down: 1", 10)
             serve.process.send_signal(number)
