@@ -18,3 +18,10 @@ def test_threads_of_an_engine_spin_briefly_unless_told_otherwise(monkeypatch: py
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert "GOMP_SPINCOUNT" not in env.for_engine()
+
+
+def test_prepared_products_are_bounded(monkeypatch):
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    assert env.for_engine()["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "9")
+    assert env.for_engine()["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "9"
