@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ def _feed_forward(name: str, layer: LayerSpec, context: BlockContext) -> GatedFe
     return kind(name, context.hidden, inner, spec.activation, spec.bias, context.linear)
 
 
-class Block(nn.Module):
+class Block(nn.Module, ABC):
     """Attention and a feed-forward layer around a residual stream [T, hidden]."""
 
     def __init__(self, name: str, spec: LayerSpec, context: BlockContext):
@@ -102,9 +103,9 @@ class Block(nn.Module):
         factor = None if spec.log_positions is None else step.query_factors[spec.log_positions]
         return self.attention.forward(x, cache, step.layout, step.plan, turn, factor)
 
+    @abstractmethod
     def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
         """May change `x` in place."""
-        raise NotImplementedError
 
 
 class PreNormBlock(Block):
