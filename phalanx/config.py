@@ -263,6 +263,25 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class RecoveryConfig:
+    enable_recovery: bool = option(
+        True, "Replace workers and engines that die or hang, and go on with every request. Without it, a loss ends all."
+    )
+    hang_timeout: float = option(
+        10.0,
+        "Seconds without any progress after which a worker counts as hung; more while it loads, in its first steps, "
+        "and where steps are slow.",
+    )
+    replacement_timeout: float = option(
+        10.0,
+        "Seconds to wait for a lost worker's place to come back, before the model is split over those that are left.",
+    )
+    recovery_timeout: float = option(
+        600.0, "Seconds that accepted requests wait for workers; then they end with an error, and the server with them."
+    )
+
+
+@dataclass(frozen=True)
 class LimitsConfig:
     """What one client request may ask for. Each limit is named in the error it causes."""
 
@@ -309,6 +328,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
@@ -334,6 +354,7 @@ _SECTIONS: dict[str, Any] = {
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
     "parallel": ParallelConfig,
+    "recovery": RecoveryConfig,
     "limits": LimitsConfig,
     "server": ServerConfig,
 }

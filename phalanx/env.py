@@ -36,6 +36,11 @@ def debug() -> bool:
     return os.environ.get("PHALANX_DEBUG", "") not in ("", "0")
 
 
+def fault() -> str:
+    """`PHALANX_FAULT`: faults that a test wants, see `phalanx.fault_point`."""
+    return os.environ.get("PHALANX_FAULT", "")
+
+
 _REPORTED = (
     "PHALANX_",
     "OMP_",

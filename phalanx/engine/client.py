@@ -100,6 +100,37 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_s: float
 
 
+class Recovery(msgspec.Struct, frozen=True):
+    """One loss and how it was made good; durations in seconds, None while they are not known."""
+
+    epoch: int
+    """The one that it began, or will."""
+    rank: int
+    """-1 is the engine process itself."""
+    node: str
+    kind: str
+    """As `WorkerDied.kind`."""
+    cause: str
+    since: float
+    """Wall-clock time at which it was noticed."""
+    plan: str
+    """`restart` of what was lost, `split` anew over what is left, or `wait` for what is missing."""
+    missing: str = ""
+    """What is waited for, in words."""
+    estimate: float | None = None
+    """From `since` to the next token, by what earlier recoveries and the loading took."""
+    detection_s: float | None = None
+    """From the last sign of life to the notice."""
+    reload_s: float | None = None
+    """From the notice until all workers were ready again."""
+    first_token_s: float | None = None
+    """From the notice until the next token was committed."""
+    resumed: int = 0
+    """Requests that go on after it."""
+    recomputed: int = 0
+    """Tokens of theirs that had been computed before."""
+
+
 class EngineStatus(msgspec.Struct):
     """A snapshot of a running engine; `/status` and the metrics are made of it."""
 
@@ -124,6 +155,14 @@ class EngineStatus(msgspec.Struct):
     heartbeat: float = 0.0
     """Wall-clock time of the last step or idle tick."""
     workers: list[WorkerStatus] = []
+    recovery: Recovery | None = None
+    """The one under way; without one, None."""
+    recoveries: list[Recovery] = []
+    """The latest that are over, oldest first; a few."""
+    failures: dict[str, int] = {}
+    """Losses by kind, since the start."""
+    hang_bound: float = 0.0
+    """Seconds without progress after which a worker counts as hung now."""
 
 
 class EngineClient(Protocol):

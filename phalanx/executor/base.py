@@ -49,13 +49,30 @@ class WorkerStatus(msgspec.Struct):
 
 
 class WorkerDied(PhalanxError):
-    """A rank is gone or unusable; `rank` and `cause` say which and why, `node` where it ran, if that is known."""
+    """A rank is gone or unusable; `rank` and `cause` say which and why, `node` where it ran, if that is known.
 
-    def __init__(self, rank: int, cause: str, *, node: str = ""):
+    `kind` is one of `KINDS`, for counting. `silent` is how many seconds had passed since its last sign of life when it
+    was noticed, if that is known."""
+
+    KINDS = ("killed", "out_of_memory", "ended", "hung", "network", "failed")
+    """By a signal; for want of memory; by itself; no progress; not reached any more; an error of its own."""
+
+    def __init__(self, rank: int, cause: str, *, node: str = "", kind: str = "failed", silent: float | None = None):
         super().__init__(f"Worker {rank}{f' on {node}' if node else ''} died: {cause}.")
         self.rank = rank
         self.cause = cause
         self.node = node
+        self.kind = kind
+        self.silent = silent
+
+
+class NoCapacity(WorkerDied):
+    """The model does not fit what is left, and nothing has come back yet: `missing` says what it takes. Trying again
+    later may help."""
+
+    def __init__(self, rank: int, cause: str, *, missing: str, node: str = "", kind: str = "failed"):
+        super().__init__(rank, cause, node=node, kind=kind)
+        self.missing = missing
 
 
 LoadProgress = Callable[[str, float], None]
@@ -74,8 +91,14 @@ class Executor(Protocol):
         """Run one step. The future raises WorkerDied when a rank is lost; that of a dropped plan is cancelled."""
         ...
 
+    @property
+    def hang_bound(self) -> float:
+        """Seconds without progress after which a rank counts as hung now; 0 when nobody watches here."""
+        ...
+
     def restart(self, epoch: int) -> CacheLayout:
-        """Forget every request and cached block and begin `epoch`; dead ranks are replaced. Raises WorkerDied."""
+        """Forget every request and cached block and begin `epoch`; dead ranks are replaced, or the model is split anew
+        over those that are left. Called from any thread, one at a time. Raises WorkerDied, NoCapacity."""
         ...
 
     def check_health(self) -> list[WorkerStatus]:

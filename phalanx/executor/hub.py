@@ -217,6 +217,10 @@ class HubExecutor:
             raise ValueError(f"epoch {epoch} does not come after epoch {self._epoch}")
         return self._begin(epoch)
 
+    @property
+    def hang_bound(self) -> float:
+        return 0.0
+
     def check_health(self) -> list[WorkerStatus]:
         broken = self._abort.reason is not None
         return [member.status(self._epoch, broken=broken) for member in self._members]

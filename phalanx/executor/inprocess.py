@@ -60,6 +60,11 @@ class InProcessExecutor:
         worker.reset(epoch)
         return worker.layout()
 
+    @property
+    def hang_bound(self) -> float:
+        """Whoever watches this process watches its worker."""
+        return 0.0
+
     def check_health(self) -> list[WorkerStatus]:
         return [self._worker.status()] if self._worker is not None else []
 

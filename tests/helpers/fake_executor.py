@@ -183,6 +183,10 @@ class FakeExecutor:
         self.uncollected.clear()
         return self.layout
 
+    @property
+    def hang_bound(self) -> float:
+        return 0.0
+
     def check_health(self) -> list[WorkerStatus]:
         return []
 

@@ -1,0 +1,100 @@
+"""Places in the product where a test can have a fault happen, exactly there: `PHALANX_FAULT`.
+
+    PHALANX_FAULT="at=after_commit,step=7,do=kill"            in the engine process, after step 7 is committed
+    PHALANX_FAULT="at=step,rank=1,step=3,do=stop;at=load,…"   several, separated by ;
+
+`at` is a name of `POINTS`. `rank` and `step` narrow it (any, without them); `life=N` means only in the Nth life of the
+process (1 is the first; any, without it). `do` is one of `DEEDS`. Unset, a point costs one test for None.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from phalanx import env
+from phalanx.errors import ConfigError
+
+POINTS = (
+    "load",  # a rank, before it reads its weights
+    "allocate",  # a rank, before it makes its cache
+    "step",  # a rank, before it computes a step
+    "computed",  # a rank, after it computed a step, before it reports the result
+    "before_commit",  # the engine, a result in hand
+    "after_commit",  # the engine, committed and not sent
+    "after_send",  # the engine, sent and not acknowledged
+    "recover",  # the engine, before it restarts the workers
+)
+
+
+def _hold_the_lock(_: float) -> None:
+    ctypes.PyDLL(None).pause()  # called with the interpreter's lock held
+
+
+DEEDS: dict[str, Callable[[float], object]] = {
+    "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
+    "abort": lambda _: os.abort(),
+    "segfault": lambda _: ctypes.string_at(0),
+    "exit": lambda _: os._exit(0),
+    "hold": _hold_the_lock,
+    "sleep": time.sleep,
+}
+"""By name; `raise` and those that take seconds (`sleep=2`) beside."""
+
+
+class InjectedFault(RuntimeError):
+    """What `do=raise` raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: str
+    do: str
+    amount: float = 0.0
+    rank: int | None = None
+    step: int | None = None
+    life: int | None = None
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """Raises ConfigError."""
+    return tuple(_parse_one(part) for part in text.split(";") if part.strip())
+
+
+def _parse_one(text: str) -> Fault:
+    fields = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
+    do, _, amount = fields.pop("do", "").partition("=")
+    at = fields.pop("at", "")
+    try:
+        numbers = {name: int(fields.pop(name)) for name in ("rank", "step", "life") if name in fields}
+        fault = Fault(at, do, float(amount or 0), **numbers)
+    except ValueError:
+        fields["?"] = text
+        fault = Fault(at, do)
+    if fields or at not in POINTS or (do != "raise" and do not in DEEDS):
+        raise ConfigError(
+            f"PHALANX_FAULT has '{text[:80]}', which is no fault.",
+            fix=f"Write at=POINT,do=DEED with a point of {', '.join(POINTS)} and a deed of raise, {', '.join(DEEDS)}.",
+        )
+    return fault
+
+
+_faults = parse(env.fault()) if env.fault() else None
+
+
+def reach(at: str, *, rank: int | None = None, step: int | None = None, life: int | None = None) -> None:
+    """The point `at` is reached. Raises InjectedFault when it is told to."""
+    if _faults is None:
+        return
+    for fault in _faults:
+        wanted = (fault.rank, fault.step, fault.life)
+        if fault.at != at or any(w is not None and w != h for w, h in zip(wanted, (rank, step, life), strict=True)):
+            continue
+        if fault.do == "raise":
+            raise InjectedFault(f"at {at}")
+        DEEDS[fault.do](fault.amount)
