@@ -65,6 +65,27 @@ def reported() -> dict[str, str]:
     }
 
 
+_COMPUTING = (
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "ONEDNN_",
+    "NCCL_",
+    "CUDA_",
+    "NVIDIA_",
+    "GLOO_",
+    "UCX_",
+    "LD_PRELOAD",
+    "MALLOC_",
+)
+
+
+def computing() -> dict[str, str]:
+    """The variables that decide how this process computes and which devices and networks it sees. No secrets."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_COMPUTING)}
+
+
 def for_child(**values: str) -> dict[str, str]:
     """The environment for a child process: this one's, with `values` set."""
     return {**os.environ, **values}

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from phalanx import env
 from phalanx.attention import registry as attention_registry
 from phalanx.checkpoint.locate import Checkpoint, locate
 from phalanx.config import EngineConfig
@@ -222,6 +223,7 @@ class Worker:
                 "free": self._memory().available,
                 "kv_room": self._kv_room,
             },
+            environment=env.computing(),
         )
 
     def close(self) -> None:

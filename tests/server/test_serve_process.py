@@ -136,6 +136,7 @@ def test_status_names_the_real_processes(base: str, running: Serve) -> None:
     assert status["engine"]["pid"] in pids
     assert status["workers"][0]["pid"] in pids
     assert status["workers"][0]["layers"] == "0-30"
+    assert status["workers"][0]["environment"]["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
     assert status["kv"]["free"] <= status["kv"]["blocks"]
 
 

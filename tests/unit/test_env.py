@@ -25,3 +25,12 @@ def test_prepared_products_are_bounded(monkeypatch):
     assert env.for_engine()["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "256"
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "9")
     assert env.for_engine()["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "9"
+
+
+def test_what_computing_depends_on_is_shown_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    monkeypatch.setenv("PHALANX_API_KEY", "secret")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    shown = env.computing()
+    assert shown["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert "secret" not in shown.values()
