@@ -28,6 +28,7 @@ SECTIONS = {
     "cache": "KV cache",
     "scheduler": "scheduling",
     "parallel": "parallel layout",
+    "recovery": "recovery",
     "limits": "limits of a request",
     "server": "server",
 }
