@@ -46,6 +46,8 @@ class WorkerStatus(msgspec.Struct):
     heads: int
     memory: dict[str, int]
     """Bytes: `weights`, `kv_cache`, `activations`, `free`; `kv_room` is the most that the cache could have here."""
+    step_s: float = 0.0
+    """Seconds that a step with one token took here in the warm-up, without waiting for other stages."""
     environment: dict[str, str] = {}
     """The variables that decide how it computes, as they are there (`phalanx.env.computing`)."""
 

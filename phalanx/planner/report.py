@@ -35,6 +35,13 @@ class RankFacts(Protocol):
     def memory(self) -> Mapping[str, int]: ...
 
 
+class MeasuredRank(Protocol):
+    @property
+    def layers(self) -> str: ...
+    @property
+    def step_s(self) -> float: ...
+
+
 @dataclass(frozen=True)
 class Row:
     """A planned rank."""
@@ -92,6 +99,17 @@ def binding_line(ranks: Sequence[RankFacts]) -> list[str]:
     if tight.memory["kv_room"] >= tight.memory["kv_cache"] * 1.001 + 2**20:
         return ["No device binds: the KV cache holds all requests at full length."]
     return [f"Binding device: rank {tight.rank} ({tight.device}); its memory decides the size of the KV cache."]
+
+
+def stage_line(ranks: Sequence[MeasuredRank]) -> list[str]:
+    """How long a token takes in each pipeline stage; nothing for one stage, or where it was not measured."""
+    stages: dict[str, float] = {}
+    for rank in ranks:
+        stages[rank.layers] = max(rank.step_s, stages.get(rank.layers, 0.0))
+    if len(stages) < 2 or not all(stages.values()):
+        return []
+    times = ", ".join(f"{seconds * 1e3:.1f} ms in layers {layers}" for layers, seconds in stages.items())
+    return [f"Stages, measured: a token takes {times}."]
 
 
 def layout_line(widths: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ from math import prod
 
 from phalanx.config import EngineConfig, ParallelConfig, ServerConfig
 from phalanx.engine.client import EngineInfo, EngineStatus
-from phalanx.planner.report import binding_line, cache_lines, layout_line, memory_table, split_lines
+from phalanx.planner.report import binding_line, cache_lines, layout_line, memory_table, split_lines, stage_line
 from phalanx.server.middleware import is_loopback
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 (compared with, not bound)
@@ -37,6 +37,7 @@ def summary(
         ),
         *memory_table(status.workers),
         *binding_line(status.workers),
+        *stage_line(status.workers),
         *_safety(config.server),
         "",
         "Try it:",

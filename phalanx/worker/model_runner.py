@@ -39,6 +39,9 @@ class ModelRunner:
         self.pool = pool
         self.table = table
         self.device = device
+        self.worked_s = 0.0
+        """Of the last step, without waiting for the stage before."""
+        self._waited_s = 0.0
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -56,6 +59,7 @@ class ModelRunner:
             hidden, ends = self._forward(self.table.gather(rows))
             self.table.commit(rows)
             if not self.decoder.is_last:
+                self.worked_s = time.perf_counter() - began - self._waited_s
                 return None
             prompt_logprobs = self._prompt_logprobs(hidden, ends, rows, failures)
             if len(drawn):
@@ -67,6 +71,8 @@ class ModelRunner:
         good = np.array([slot not in failures for slot in slots.tolist()], np.bool_)
         tokens = np.where(good, sampled.tokens, NO_TOKEN).astype(np.int32) if len(slots) else sampled.tokens
         self.table.keep_sampled(slots, tokens)
+        compute_s = time.perf_counter() - began
+        self.worked_s = compute_s - self._waited_s
         return StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,
@@ -75,7 +81,7 @@ class ModelRunner:
             logprobs={int(slots[row]): entry for row, entry in sampled.logprobs.items() if good[row]},
             prompt_logprobs=[entry for entry in prompt_logprobs if entry.slot not in failures],
             failures=list(failures.values()),
-            compute_s=time.perf_counter() - began,
+            compute_s=compute_s,
         )
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, NDArray[np.int64]]:
@@ -89,7 +95,9 @@ class ModelRunner:
             prompt_lens=inputs.prompt_lens.tolist(),
         )
         tokens, positions = self._tensor(inputs.token_ids), self._tensor(inputs.positions)
+        began = time.perf_counter()
         before = self.link.receive(len(tokens)) if self.link is not None and not self.decoder.is_first else None
+        self._waited_s = time.perf_counter() - began
         hidden = self.decoder(tokens, positions, self.pool.caches, layout, before)
         if self.link is not None and not self.decoder.is_last:
             self.link.send(hidden)

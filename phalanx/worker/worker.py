@@ -41,6 +41,8 @@ from phalanx.worker.stage_link import StageLink
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _WARM_UP_TOKENS = 16
+_WARM_UP_STEPS = 2
+"""After the prompt: one to warm up, one to measure."""
 
 
 def open_worker(
@@ -88,6 +90,7 @@ class Worker:
         self._weights = 0
         self._activations = 0
         self._kv_room = 0
+        self._step_s = 0.0
         """Bytes that the KV cache could have here; the ranks agree on what the tightest has."""
         self._checked = False
         self._decoder: Decoder | None = None
@@ -223,6 +226,7 @@ class Worker:
                 "free": self._memory().available,
                 "kv_room": self._kv_room,
             },
+            step_s=self._step_s,
             environment=env.computing(),
         )
 
@@ -318,13 +322,14 @@ class Worker:
         prefill = Rows(slots=slots, num_tokens=pack([tokens] * rows, "H"), last_tokens=pack([NO_TOKEN] * rows))
         decode = Rows(slots=slots, num_tokens=pack([1] * rows, "H"), last_tokens=pack([0] * rows))
         runner.run(StepPlan(epoch=self.epoch, step_id=0, admissions=admissions, rows=prefill))
-        if tokens < self._max_model_len():
+        for _ in range(min(_WARM_UP_STEPS, self._max_model_len() - tokens)):
             runner.run(StepPlan(epoch=self.epoch, step_id=0, rows=decode))
+            self._step_s = runner.worked_s
         runner.run(StepPlan(epoch=self.epoch, step_id=0, released=slots))
 
     def _warm_up_blocks(self, tokens: int) -> int:
-        """Blocks that one request of the warm-up takes: its tokens, and one more when the context allows it."""
-        return -(-min(tokens + 1, self._max_model_len()) // self.config.cache.block_size)
+        """Blocks that one request of the warm-up takes: its tokens, and those after them as far as the context goes."""
+        return -(-min(tokens + _WARM_UP_STEPS, self._max_model_len()) // self.config.cache.block_size)
 
 
 def _device(name: str) -> torch.device:

@@ -32,6 +32,19 @@ def test_words_that_users_look_for() -> None:
     assert "activations" in text
 
 
+def test_measured_times_of_stages() -> None:
+    stages = [replace_worker(0, layers="0-16", step_s=0.008), replace_worker(1, layers="16-30", step_s=0.0091)]
+    text = summary(config(), INFO, EngineStatus("ready", workers=stages), ("m",), has_chat=False)
+    assert "a token takes 8.0 ms in layers 0-16, 9.1 ms in layers 16-30." in text
+    assert "Stages" not in summary(config(), INFO, EngineStatus("ready", workers=stages[:1]), ("m",), has_chat=False)
+
+
+def replace_worker(rank: int, **changes: object) -> WorkerStatus:
+    import msgspec
+
+    return msgspec.structs.replace(WORKER, rank=rank, **changes)
+
+
 def test_cpu_is_called_cpu() -> None:
     assert "CPU KV cache size: 643,232 tokens" in summary(
         config(), replace_info(device="cpu"), EngineStatus("ready"), ("m",), has_chat=False
