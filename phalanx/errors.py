@@ -14,8 +14,10 @@
     ├── Unavailable                 503  try again after `retry_after` seconds
     │   ├── QueueFull
     │   ├── Loading
+    │   ├── Recovering              what was lost is not made good yet
     │   └── Draining
     ├── RequestTimeout              504  the request's deadline passed
+    ├── PoisonRequest               500  its workers were lost each time it ran; the same request must not come again
     └── EngineDead                  503  the engine process is gone
 
 `message` says what happened and why, `fix` what to do; both are single-line text meant for people. `status`,
@@ -32,6 +34,8 @@ class PhalanxError(Exception):
     type: str = "server_error"
     code: str | None = "internal_error"
     retry_after: float | None = None
+    retryable: bool | None = None
+    """Whether the client should send the same request again; None leaves that to the status."""
 
     def __init__(self, message: str, *, fix: str | None = None, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -110,6 +114,10 @@ class Loading(Unavailable):
     pass
 
 
+class Recovering(Unavailable):
+    pass
+
+
 class Draining(Unavailable):
     pass
 
@@ -118,6 +126,11 @@ class RequestTimeout(PhalanxError):
     status = 504
     type = "timeout_error"
     code = "timeout"
+
+
+class PoisonRequest(PhalanxError):
+    code = "poison_request"
+    retryable = False
 
 
 class EngineDead(PhalanxError):

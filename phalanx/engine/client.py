@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from phalanx.errors import PhalanxError
+from phalanx.errors import EngineDead, PhalanxError
 from phalanx.executor.base import WorkerStatus
 from phalanx.sampling_params import SamplingParams
 from phalanx.step import TokenLogprobs
@@ -46,6 +46,8 @@ class RequestError(msgspec.Struct, frozen=True):
     status: int = 500
     param: str | None = None
     retry_after: float | None = None
+    retryable: bool | None = None
+    """Whether its client should send the same request again; None leaves that to the status."""
 
 
 def request_error(error: BaseException) -> RequestError:
@@ -59,6 +61,7 @@ def request_error(error: BaseException) -> RequestError:
         status=error.status,
         param=error.param,
         retry_after=error.retry_after,
+        retryable=error.retryable,
     )
 
 
@@ -81,6 +84,18 @@ class EngineOutput(msgspec.Struct, frozen=True):
     scheduled_s: float | None = None
     """Monotonic engine clock: first scheduled. With `queued_s`, sent with the first token."""
     queued_s: float | None = None
+
+
+class EngineLost(EngineDead):
+    """An engine is gone; `cause` says why, in words that follow a colon, `kind` and `silent` are as in `WorkerDied`."""
+
+    def __init__(
+        self, message: str, cause: str, *, kind: str = "failed", silent: float | None = None, fix: str | None = None
+    ):
+        super().__init__(message, fix=fix)
+        self.cause = cause
+        self.kind = kind
+        self.silent = silent
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -182,6 +197,10 @@ class EngineClient(Protocol):
 
     def status(self) -> EngineStatus:
         """The latest known; never waits for the engine."""
+        ...
+
+    async def lost(self) -> EngineLost:
+        """Returns when the engine, once started, can do nothing any more, and says why."""
         ...
 
     async def drain(self, timeout: float) -> bool:

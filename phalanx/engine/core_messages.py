@@ -1,7 +1,7 @@
 """What a front end and its engine process say to each other: typed msgpack frames over an inherited socket.
 
     front end -> engine    Start, Submit, Abort, Shutdown
-    engine -> front end    Progress, Started, LoadFailed, Outputs, Fatal
+    engine -> front end    Progress, Started, LoadFailed, Outputs, Beat, Fatal
 
 A frame is a 4-byte big-endian length and that many bytes of msgpack. Frames above `MAX_FRAME` are refused on both
 sides, so a broken peer cannot make the other allocate without bound. Covers the messages, their packing and the
@@ -23,6 +23,9 @@ from phalanx.errors import EngineDead, PhalanxError, Unavailable
 
 MAX_FRAME = 64 * 2**20
 """Bytes. The largest honest frame is a step's outputs with prompt log-probabilities of a long prompt."""
+
+BEAT_S = 0.25
+"""Seconds between two `Beat`s."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -77,6 +80,18 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
     status: EngineStatus | None = None
 
 
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The engine process lives. Sent by a thread of its own every `BEAT_S`, also in the middle of a step, and at once
+    when the state changes. A process that sends none hangs; one whose `turns` and `progress` both stand still hangs
+    too, as soon as they have done so for longer than a worker may take (`status.hang_bound`)."""
+
+    status: EngineStatus
+    turns: int
+    """Counts turns of the loop, which go on when it is idle and while workers start again, but not within a step."""
+    progress: int
+    """Counts what the workers get done within a step or while they load; it stands still when they are idle."""
+
+
 class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     """The engine ends itself now; every request is lost."""
 
@@ -84,7 +99,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
 
 
 ToEngine = Start | Submit | Abort | Shutdown
-FromEngine = Progress | Started | LoadFailed | Outputs | Fatal
+FromEngine = Progress | Started | LoadFailed | Outputs | Beat | Fatal
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -193,6 +208,7 @@ _KINDS: dict[str, type[PhalanxError]] = {
 _BY_CODE: dict[str | None, type[PhalanxError]] = {
     errors.ContextLengthExceeded.code: errors.ContextLengthExceeded,
     errors.QueueFull.code: errors.QueueFull,
+    errors.PoisonRequest.code: errors.PoisonRequest,
 }
 
 
@@ -216,5 +232,5 @@ def raised(error: RequestError) -> PhalanxError:
         kind = EngineDead if error.status == 503 and error.retry_after is None else kind
     result = kind(error.message, param=error.param, code=error.code)
     result.status, result.type = error.status, error.type
-    result.code, result.retry_after = error.code, error.retry_after
+    result.code, result.retry_after, result.retryable = error.code, error.retry_after, error.retryable
     return result
