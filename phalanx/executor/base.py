@@ -100,6 +100,12 @@ class Executor(Protocol):
         """Seconds without progress after which a rank counts as hung now; 0 when nobody watches here."""
         ...
 
+    @property
+    def progress(self) -> int:
+        """A number that changes as long as anything gets done, while loading too; its value means nothing. Read from
+        any thread at any time."""
+        ...
+
     def restart(self, epoch: int) -> CacheLayout:
         """Forget every request and cached block and begin `epoch`; dead ranks are replaced, or the model is split anew
         over those that are left. Called from any thread, one at a time. Raises WorkerDied, NoCapacity."""

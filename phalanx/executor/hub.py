@@ -28,12 +28,12 @@ from typing import Protocol
 import msgspec
 
 from phalanx.config import EngineConfig
-from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.ring import Ring
 from phalanx.distributed.transports.secure_stream import SecureStream
-from phalanx.errors import ConfigError, PhalanxError, UserError
-from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied, WorkerStatus
+from phalanx.errors import CheckpointError, ConfigError, NotEnoughMemory, PhalanxError, UserError
+from phalanx.executor.base import CacheLayout, LoadProgress, NoCapacity, WorkerDied, WorkerStatus
+from phalanx.executor.launcher import Launcher, Layout
 from phalanx.executor.members import Member, Watch
 from phalanx.executor.messages import (
     LIMIT,
@@ -58,6 +58,7 @@ from phalanx.executor.messages import (
     decode_from_rank,
     raised,
 )
+from phalanx.executor.seating import Choose, Seating
 from phalanx.step import StepPlan, StepResult, decode_result
 from phalanx.step import encode as encode_step
 
@@ -75,42 +76,10 @@ _CAUSE_S = 0.5
 
 _POLL_S = 0.1
 
+_LOOK_S = 1.0
+"""Seconds between looks whether a lost place is back."""
 
-class Layout(msgspec.Struct, frozen=True):
-    """How the model is laid out over ranks: what the launcher and `Begin` need."""
-
-    mesh: Mesh
-    tensor_weights: tuple[tuple[float, ...], ...] = ()
-    """Shares of each stage's tensor ranks; empty is even."""
-    stage_layers: tuple[int, ...] = ()
-    """Empty is even."""
-
-
-class Launcher(Protocol):
-    """Starts and ends rank processes. A rank's death is noticed by the hub; the launcher knows what it died of."""
-
-    @property
-    def host(self) -> str | None:
-        """This node's address when ranks run on other nodes, which makes the hub listen there; None keeps it local.
-        Asked for once, before the first launch. Raises UserError, WorkerDied; nothing is left then."""
-        ...
-
-    def launch(self, starts: list[RankStart]) -> None:
-        """Start these ranks; returns at once. Raises UserError when they cannot be placed."""
-        ...
-
-    def kill(self, rank: int) -> None:
-        """End a rank that is still there; returns when it is gone, or cannot be reached any more."""
-        ...
-
-    def cause(self, rank: int, wait: float = 0.0) -> str | None:
-        """What a dead rank died of, such as "it was killed by SIGKILL (…)"; None when it is not known to be dead. Waits
-        up to `wait` seconds to get to know it."""
-        ...
-
-    def close(self) -> None:
-        """End every process that was started. Idempotent; `launch` may be called again."""
-        ...
+_NO_LIMIT = 1 << 60
 
 
 class _Pending(Future[StepResult]):
@@ -129,10 +98,10 @@ class _Pending(Future[StepResult]):
 class HubExecutor:
     def __init__(
         self, launcher: Launcher, layout: Layout, *,
-        encrypt: bool = False, exchange_timeout: float = 300.0, key: bytes = b"",
+        encrypt: bool = False, exchange_timeout: float = 300.0, key: bytes = b"", choose: Choose | None = None,
     ):  # fmt: skip
         """`exchange_timeout` in seconds bounds every wait for another rank within a step. Ranks prove `key` to join;
-        without one, a new one is made."""
+        without one, a new one is made. Without `choose`, the layout stays as it is, whatever is lost."""
         self.max_in_flight = layout.mesh.pp
         self._launcher, self._layout = launcher, layout
         self._encrypt, self._exchange_timeout = encrypt, exchange_timeout
@@ -150,6 +119,7 @@ class HubExecutor:
         self._remote_results: SimpleQueue[bytes | None] = SimpleQueue()
         self._pending: deque[_Pending] = deque()
         self._slowest_step = 0.0
+        self._progress_count = 0
         self._ended_at = 0.0
         self._config = EngineConfig()
         self._progress: LoadProgress | None = None
@@ -157,6 +127,11 @@ class HubExecutor:
         self._host: str | None = None
         self._key = key or secrets.token_bytes(32)
         self._watch: Watch | None = None
+        self._choose = choose
+        self._seating: Seating | None = None
+        self._blocks, self._most_blocks = 0, _NO_LIMIT
+        """Of the cache, and how many it may have after ranks have been ended for want of memory."""
+        self._looked, self._wants = 0.0, ""
 
     # -- the executor's five methods
 
@@ -168,6 +143,9 @@ class HubExecutor:
         parallel = dataclasses.replace(config.parallel, transport_key=None)
         self._config, self._progress = dataclasses.replace(config, parallel=parallel), progress
         self._members = [Member(rank) for rank in range(self._layout.mesh.world_size)]
+        if self._choose is not None:
+            patience = config.recovery.replacement_timeout
+            self._seating = Seating(self._layout, self._launcher, self._choose, patience)
         try:
             self._watch = self._listen()
             return self._begin(0)
@@ -215,11 +193,27 @@ class HubExecutor:
             raise WorkerDied(0, "it is closed or was never started")
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} does not come after epoch {self._epoch}")
-        return self._begin(epoch)
+        try:
+            self._seat()
+            return self._begin(epoch)
+        except PhalanxError as error:
+            raise self._not_begun(error) from None
+
+    @property
+    def wants_restart(self) -> str | None:
+        """As `Executor.wants_restart`."""
+        now = time.monotonic()
+        if self._seating is not None and not self._seating.is_whole and now - self._looked > _LOOK_S:
+            self._looked, self._wants = now, self._seating.more() or ""
+        return self._wants or None
 
     @property
     def hang_bound(self) -> float:
         return 0.0
+
+    @property
+    def progress(self) -> int:
+        return self._progress_count
 
     def check_health(self) -> list[WorkerStatus]:
         broken = self._abort.reason is not None
@@ -250,8 +244,6 @@ class HubExecutor:
     # -- an epoch begins
 
     def _begin(self, epoch: int) -> CacheLayout:
-        self._end_epoch("a new epoch begins")
-        self._settle()
         with self._changed:
             self._epoch, self._death = epoch, None
             self._abort.close()
@@ -264,11 +256,62 @@ class HubExecutor:
         self._all_reach(Met, "meet the others")
         self._order(Load(), Loaded, "load the model")
         self._order(Measure(), Measured, "measure its memory")
-        blocks = min(m.measured.blocks for m in self._members if m.measured is not None)
+        blocks = min(self._most_blocks, *(m.measured.blocks for m in self._members if m.measured is not None))
         self._order(Allocate(blocks), Ready, "allocate its cache")
+        self._blocks = blocks
+        if self._seating is not None:
+            statuses = [m.ready.status for m in self._members if m.ready is not None]
+            self._seating.ready([status.memory for status in statuses], [status.device for status in statuses])
         layouts = [m.ready.layout for m in self._members if m.ready is not None]
         reported = layouts[self._layout.mesh.reporter]
         return msgspec.structs.replace(reported, bytes_per_block=sum(each.bytes_per_block for each in layouts))
+
+    def _seat(self) -> None:
+        """The epoch before is over, and there is a place for every rank: lost ones go where they were, or all begin
+        anew in another layout. Raises NoCapacity."""
+        self._end_epoch("a new epoch begins")
+        self._settle()
+        self._note(self._death)
+        if self._seating is None:
+            return
+        lost = [m.rank for m in self._members if m.stream is None or m.lost]
+        if not self._seating.settle(lost, lambda: self._watch is None):
+            return
+        for member in self._members:
+            if member.stream is not None and self._watch is not None:
+                self._watch.forget(member)
+            self._launcher.kill(member.rank)
+            member.close()
+        choice = self._seating.now
+        self._launcher.assign(choice.seats)
+        with self._changed:
+            self._layout, self._members = choice.layout, [Member(rank) for rank in range(len(choice.seats))]
+        self.max_in_flight, self._most_blocks, self._wants = choice.layout.mesh.pp, _NO_LIMIT, ""
+        nodes = ", ".join(dict.fromkeys(self._launcher.node(seat) for seat in choice.seats))
+        log.warning("The model is split anew: %s, on %s.", choice.layout, nodes)
+
+    def _not_begun(self, error: PhalanxError) -> PhalanxError:
+        """What to raise when an epoch could not begin because of `error`: that of one rank, however it failed."""
+        if self._seating is None or isinstance(error, NoCapacity):
+            return error
+        if not isinstance(error, WorkerDied):
+            with self._changed:
+                member = next((m for m in self._members if m.failure is not None), Member(0))
+            kind = "out_of_memory" if isinstance(error, NotEnoughMemory) else "failed"
+            died = WorkerDied(member.rank, f"it could not start: {error.message}", node=member.node, kind=kind)
+        else:
+            died = error
+        if not isinstance(error, CheckpointError):  # which is the same everywhere
+            self._seating.failed(died.rank)
+        self._note(died)
+        return died
+
+    def _note(self, death: WorkerDied | None) -> None:
+        """Where memory was short, the next cache is smaller, as long as it holds one request."""
+        if death is not None and death.kind == "out_of_memory" and self._blocks:
+            least = -(-(self._config.model.max_model_len or 1) // self._config.cache.block_size)
+            self._most_blocks = max(least, min(self._blocks, self._most_blocks) // 2)
+            self._death = None
 
     def _order(self, order: Order, answer: type[object], phase: str) -> None:
         for member in self._members:
@@ -431,6 +474,7 @@ class HubExecutor:
                 return
             if result.epoch == self._epoch and self._pending:
                 self._slowest_step = max(self._slowest_step, result.compute_s)
+                self._progress_count += 1
                 self._pending.popleft().set_result(result)
 
     def _next_result(self) -> bytes:

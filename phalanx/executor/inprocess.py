@@ -10,6 +10,7 @@ import typing
 from concurrent.futures import Future
 
 from phalanx.config import EngineConfig
+from phalanx.distributed.pulse import Pulse
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied, WorkerStatus
 from phalanx.step import StepPlan, StepResult
 
@@ -22,6 +23,7 @@ class InProcessExecutor:
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
+        self._pulse = Pulse()
 
     def start(self, config: EngineConfig, progress: LoadProgress | None = None) -> CacheLayout:
         """As `Executor.start`. Raises UserError; a worker that breaks while starting raises what broke it."""
@@ -29,7 +31,7 @@ class InProcessExecutor:
 
         if self._worker is not None:
             raise RuntimeError("the executor has been started already")
-        worker = open_worker(config)
+        worker = open_worker(config, pulse=self._pulse)
         try:
             worker.load(progress)
             layout = worker.allocate(progress)
@@ -64,6 +66,10 @@ class InProcessExecutor:
     def hang_bound(self) -> float:
         """Whoever watches this process watches its worker."""
         return 0.0
+
+    @property
+    def progress(self) -> int:
+        return self._pulse.count
 
     def check_health(self) -> list[WorkerStatus]:
         return [self._worker.status()] if self._worker is not None else []

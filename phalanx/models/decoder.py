@@ -19,6 +19,7 @@ from phalanx.attention.base import AttentionBackend, LayerCache, StepLayout
 from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.partition import Partition
+from phalanx.distributed.pulse import Pulse
 from phalanx.layers.embedding import PositionTable, VocabularyTable
 from phalanx.layers.linear import LinearContext, ReplicatedLinear
 from phalanx.layers.weights import Loadable
@@ -43,6 +44,8 @@ class Decoder(nn.Module):
         self.device = device
         self.backend = backend
         self.groups = groups
+        self.pulse = Pulse()
+        """Beats with every layer."""
         self.split = split or Split.even(spec, mesh, self.place.pp)
         self.layer_range = self.split.layers.ranges[self.place.pp]
         self.is_first = self.place.pp == 0
@@ -124,9 +127,10 @@ class Decoder(nn.Module):
         `logits` or `own_logits`.
         """
         x = self._embed(token_ids, positions) if hidden is None else hidden
-        step = self._prepare(positions, layout)
+        step, beat = self._prepare(positions, layout), self.pulse.beat
         for block, cache in zip(self.blocks, caches, strict=True):
             x = block.forward(x, cache, step)
+            beat()
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -136,6 +140,7 @@ class Decoder(nn.Module):
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of the last stage -> float32 [R, tokens of `own_tokens`]."""
         head = self._head()
+        self.pulse.beat()
         if self.final_norm is not None:
             hidden = self.final_norm.forward(hidden)
         if self.project_out is not None:

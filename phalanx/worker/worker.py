@@ -21,6 +21,7 @@ from phalanx.checkpoint.locate import Checkpoint, locate
 from phalanx.config import EngineConfig
 from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
+from phalanx.distributed.pulse import Pulse
 from phalanx.errors import ConfigError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerStatus
 from phalanx.loading.loader import load_decoder
@@ -48,18 +49,19 @@ _WARM_UP_STEPS = 2
 def open_worker(
     config: EngineConfig, *, mesh: Mesh | None = None, rank: int = 0, groups: Groups | None = None,
     tensor_weights: Sequence[Sequence[float]] = (), stage_layers: Sequence[int] = (), node_ranks: int = 1,
+    pulse: Pulse | None = None,
 ) -> Worker:  # fmt: skip
     """A worker for the configured model, not loaded yet. `config` is resolved. Raises UserError.
 
     `tensor_weights` (per stage) and `stage_layers` say how the model is cut; both are even when empty. `node_ranks`
-    ranks share this host's memory.
+    ranks share this host's memory. `pulse` shows its progress.
     """
     checkpoint = locate(config.model.model, revision=config.model.revision)
     spec = read_spec(checkpoint.config)
     mesh = mesh or Mesh()
     stage = mesh.place(rank).pp
     split = Split.of(spec, mesh, stage, stage_layers=stage_layers, tensor_weights=tensor_weights)
-    return Worker(config, checkpoint, spec, mesh, rank, groups or Groups(), split, node_ranks)
+    return Worker(config, checkpoint, spec, mesh, rank, groups or Groups(), split, node_ranks, pulse)
 
 
 class Worker:
@@ -67,7 +69,7 @@ class Worker:
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups,
-        split: Split | None = None, node_ranks: int = 1,
+        split: Split | None = None, node_ranks: int = 1, pulse: Pulse | None = None,
     ):  # fmt: skip
         """Raises ConfigError for a device that is not there, or a mesh that the model cannot be cut for."""
         self.config = config
@@ -80,6 +82,7 @@ class Worker:
         self.groups = groups.handles()
         """Other transports are bound to these in each epoch; the decoder is built with them once."""
         self.node_ranks = node_ranks
+        self.pulse = pulse or Pulse()
         self.epoch = 0
         self.state = "loading"
         self.device = _device(config.model.device)
@@ -120,6 +123,12 @@ class Worker:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         if self.device.type == "cpu":
             check_products(DTYPES[self.config.model.dtype])
+
+        def loaded(share: float) -> None:
+            self.pulse.count += 1  # and no more: what is being loaded is of use in the next epoch too
+            if progress is not None:
+                progress("weights", share)
+
         model = self.config.model
         attention = attention_registry.choose(self.device.type)
         self.attention_reason = f"{attention.backend.name}: {attention.reason}"
@@ -133,9 +142,10 @@ class Worker:
             device=self.device,
             backend=attention.backend,
             load_format="dummy" if model.load_format == "dummy" else "auto",
-            progress=None if progress is None else lambda share: progress("weights", share),
+            progress=loaded,
             split=self.split,
         )
+        self._decoder.pulse = self.pulse
         self._weights = self._decoder.nbytes
 
     def rejoin(self, groups: Groups) -> None:

@@ -187,6 +187,10 @@ class FakeExecutor:
     def hang_bound(self) -> float:
         return 0.0
 
+    @property
+    def progress(self) -> int:
+        return self._last_step
+
     def check_health(self) -> list[WorkerStatus]:
         return []
 
