@@ -1,0 +1,68 @@
+"""`phalanx serve` as a process, its output collected as it comes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+
+SMALL = ("--kv-cache-memory-bytes", "100M", "--max-model-len", "2048")
+"""Options for a server of the demo model that shares the machine with other tests."""
+
+
+class Serve:
+    def __init__(self, *arguments: str, environment: dict[str, str] | None = None):
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx.cli.main", "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
+        )
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def until(self, pattern: str, seconds: float = 90) -> re.Match[str]:
+        deadline = time.monotonic() + seconds
+        while not (match := re.search(pattern, self.output)):
+            assert self.process.poll() is None or self._reader.is_alive(), self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+        return match
+
+    def base(self) -> str:
+        """The address, once it is ready."""
+        return self.until(r"Ready: (https?://\S+)")[1]
+
+    def ends(self, seconds: float) -> int:
+        code = self.process.wait(seconds)
+        self._reader.join(5)
+        return code
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes: list[psutil.Process], seconds: float = 3) -> bool:
+    return not psutil.wait_procs(processes, timeout=seconds)[1]
