@@ -4,7 +4,9 @@
     PHALANX_FAULT="at=step,rank=1,step=3,do=stop;at=load,…"   several, separated by ;
 
 `at` is a name of `POINTS`. `rank` and `step` narrow it (any, without them); `life=N` means only in the Nth life of the
-process (1 is the first; any, without it). `do` is one of `DEEDS`. Unset, a point costs one test for None.
+process (1 is the first; any, without it). `file=PATH` means only while that file is there, and takes it away: so a
+fault that waits in a running server is let off from outside, once in all processes. `do` is one of `DEEDS`. Unset, a
+point costs one test for None.
 """
 
 from __future__ import annotations
@@ -59,6 +61,17 @@ class Fault:
     rank: int | None = None
     step: int | None = None
     life: int | None = None
+    file: str = ""
+
+    def let_off(self) -> bool:
+        """Whether it may happen now."""
+        if not self.file:
+            return True
+        try:
+            os.unlink(self.file)
+        except OSError:
+            return False
+        return True
 
 
 def parse(text: str) -> tuple[Fault, ...]:
@@ -69,10 +82,10 @@ def parse(text: str) -> tuple[Fault, ...]:
 def _parse_one(text: str) -> Fault:
     fields = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
     do, _, amount = fields.pop("do", "").partition("=")
-    at = fields.pop("at", "")
+    at, file = fields.pop("at", ""), fields.pop("file", "")
     try:
         numbers = {name: int(fields.pop(name)) for name in ("rank", "step", "life") if name in fields}
-        fault = Fault(at, do, float(amount or 0), **numbers)
+        fault = Fault(at, do, float(amount or 0), file=file, **numbers)
     except ValueError:
         fields["?"] = text
         fault = Fault(at, do)
@@ -94,6 +107,8 @@ def reach(at: str, *, rank: int | None = None, step: int | None = None, life: in
     for fault in _faults:
         wanted = (fault.rank, fault.step, fault.life)
         if fault.at != at or any(w is not None and w != h for w, h in zip(wanted, (rank, step, life), strict=True)):
+            continue
+        if not fault.let_off():
             continue
         if fault.do == "raise":
             raise InjectedFault(f"at {at}")

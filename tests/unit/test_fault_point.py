@@ -1,0 +1,56 @@
+"""Faults are parsed as they are written, happen where they are told to, and once where a file lets them off."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from phalanx import fault_point
+from phalanx.errors import ConfigError
+from phalanx.fault_point import Fault, InjectedFault, parse, reach
+
+
+def test_words():
+    assert parse("at=after_commit,step=7,do=kill; at=step,rank=1,life=2,do=sleep=0.5") == (
+        Fault("after_commit", "kill", step=7),
+        Fault("step", "sleep", 0.5, rank=1, life=2),
+    )
+
+
+@pytest.mark.parametrize("text", ["do=kill", "at=nowhere,do=kill", "at=step,do=harm", "at=step,rank=x,do=kill", "step"])
+def test_what_is_no_fault(text):
+    with pytest.raises(ConfigError, match="is no fault"):
+        parse(text)
+
+
+def test_only_there(monkeypatch):
+    monkeypatch.setattr(fault_point, "_faults", parse("at=step,rank=1,step=3,do=raise"))
+    reach("load", rank=1, step=3)
+    reach("step", rank=0, step=3)
+    reach("step", rank=1, step=2)
+    with pytest.raises(InjectedFault):
+        reach("step", rank=1, step=3)
+
+
+def test_a_file_lets_it_off_once(monkeypatch, tmp_path):
+    trigger = tmp_path / "now"
+    monkeypatch.setattr(fault_point, "_faults", parse(f"at=step,do=raise,file={trigger}"))
+    reach("step")
+    trigger.touch()
+    reach("load")
+    with pytest.raises(InjectedFault):
+        reach("step")
+    assert not trigger.exists()
+    reach("step")
+
+
+@pytest.mark.parametrize(
+    ("deed", "status"), [("kill", -9), ("abort", -6), ("segfault", -11), ("exit", 0), ("raise", 1), ("sleep=0.01", 3)]
+)
+def test_deeds(deed, status):
+    program = "import sys; from phalanx.fault_point import reach; reach('load'); sys.exit(3)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "PHALANX_FAULT": f"at=load,do={deed}"}, capture_output=True
+    )
+    assert done.returncode == status, done.stderr
