@@ -13,7 +13,7 @@ WORKERS ?= 2
 # Each test worker and each server that it starts computes on one thread; more would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup serve demo test test-all check format docs lock clean
+.PHONY: help setup serve demo test test-all test-optimized check format docs lock clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -33,6 +33,9 @@ test: setup  ## run the test suite
 
 test-all: setup  ## run the test suite with the slow tests
 	@$(PYTEST) $(TESTS)
+
+test-optimized: setup  ## run the test suite with every process under `python -O`
+	@PYTHONOPTIMIZE=1 $(PYTEST) -m "not slow" $(TESTS)
 
 check: setup  ## lint, formatting, types and import layers
 	@$(BIN)/ruff check .
