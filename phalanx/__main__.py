@@ -2,7 +2,7 @@
 
 import sys
 
-from phalanx.cli.main import main
+from phalanx.cli.start import main
 
 if __name__ == "__main__":
     sys.exit(main())
