@@ -106,6 +106,12 @@ class Executor(Protocol):
         any thread at any time."""
         ...
 
+    @property
+    def wants_restart(self) -> str | None:
+        """What a restart at a quiet moment would take in again, in words; None when there is nothing. Asked when idle
+        and now and then."""
+        ...
+
     def restart(self, epoch: int) -> CacheLayout:
         """Forget every request and cached block and begin `epoch`; dead ranks are replaced, or the model is split anew
         over those that are left. Called from any thread, one at a time. Raises WorkerDied, NoCapacity."""

@@ -10,10 +10,14 @@ from phalanx.executor.base import Executor
 
 if TYPE_CHECKING:
     from phalanx.executor.multiprocess import SupervisorProcess
+    from phalanx.executor.seating import Choose
 
 
-def make_executor(config: EngineConfig, *, supervisor: SupervisorProcess | None = None) -> Executor:
-    """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none. Raises
+def make_executor(
+    config: EngineConfig, *, supervisor: SupervisorProcess | None = None, choose: Choose | None = None
+) -> Executor:
+    """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none.
+    `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. Raises
     ConfigError for a layout that the model cannot be cut into, before any rank starts, and CheckpointError when the
     model cannot be read."""
     parallel = config.parallel
@@ -25,7 +29,7 @@ def make_executor(config: EngineConfig, *, supervisor: SupervisorProcess | None 
         from phalanx.executor.inprocess import InProcessExecutor
 
         return InProcessExecutor()
-    from phalanx.executor.hub import Layout
+    from phalanx.executor.launcher import Layout
     from phalanx.executor.multiprocess import multiprocess_executor
 
     layout = Layout(Mesh.of_widths(parallel.widths), parallel.tensor_weights, parallel.stage_layers)
@@ -33,12 +37,12 @@ def make_executor(config: EngineConfig, *, supervisor: SupervisorProcess | None 
     if backend == "ray":
         from phalanx.executor.ray import ray_executor
 
-        return ray_executor(config, layout)
+        return ray_executor(config, layout, choose=choose)
     if parallel.nnodes > 1:
         from phalanx.executor.nodes import nodes_executor
 
-        return nodes_executor(config, layout)
-    return multiprocess_executor(layout, device=config.model.device, supervisor=supervisor)
+        return nodes_executor(config, layout, choose=choose)
+    return multiprocess_executor(layout, device=config.model.device, supervisor=supervisor, choose=choose)
 
 
 def _check(config: EngineConfig, mesh: Mesh) -> None:

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Protocol
 
 import msgspec
 
@@ -127,7 +126,7 @@ class HubExecutor:
         self._host: str | None = None
         self._key = key or secrets.token_bytes(32)
         self._watch: Watch | None = None
-        self._choose = choose
+        self._choose, self._whole = choose, layout
         self._seating: Seating | None = None
         self._blocks, self._most_blocks = 0, _NO_LIMIT
         """Of the cache, and how many it may have after ranks have been ended for want of memory."""
@@ -142,9 +141,11 @@ class HubExecutor:
         # What ranks need no knowledge of does not travel.
         parallel = dataclasses.replace(config.parallel, transport_key=None)
         self._config, self._progress = dataclasses.replace(config, parallel=parallel), progress
+        self._layout = self._whole
         self._members = [Member(rank) for rank in range(self._layout.mesh.world_size)]
         if self._choose is not None:
             patience = config.recovery.replacement_timeout
+            self._launcher.assign(range(len(self._members)))
             self._seating = Seating(self._layout, self._launcher, self._choose, patience)
         try:
             self._watch = self._listen()

@@ -63,6 +63,10 @@ class InProcessExecutor:
         return worker.layout()
 
     @property
+    def wants_restart(self) -> str | None:
+        return None
+
+    @property
     def hang_bound(self) -> float:
         """Whoever watches this process watches its worker."""
         return 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -19,8 +20,10 @@ import msgspec
 
 from phalanx import env
 from phalanx.executor.death import describe
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
+from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
+from phalanx.executor.seating import Choose
 from phalanx.executor.supervisor import Ended, Kill, Launch, Started, decode_from_supervisor, receive, send
 from phalanx.worker.limits import usable_cores
 
@@ -190,14 +193,26 @@ class SupervisorLauncher:
         self._fork = device == "cpu"
         self._supervisor = supervisor or SupervisorProcess(zygote=self._fork)
         self._keep = keep
-        self._plan = place_ranks(world_size)
+        self._world_size = world_size
+        self.assign(range(world_size))
 
     def launch(self, starts: list[RankStart]) -> None:
         self._supervisor.launch([self._placed(start) for start in starts], fork=self._fork)
 
     def _placed(self, start: RankStart) -> RankStart:
         cores, threads = self._plan[start.rank]
-        return msgspec.structs.replace(start, cores=cores, threads=threads, device_index=start.rank)
+        return msgspec.structs.replace(start, cores=cores, threads=threads, device_index=self._seats[start.rank])
+
+    def available(self) -> set[int]:
+        """As in `hub.Launcher`. Whether a process can live in a seat, such as a GPU, only trying tells."""
+        return set(range(self._world_size))
+
+    def assign(self, seats: Sequence[int]) -> None:
+        self._seats = tuple(seats)
+        self._plan = place_ranks(max(1, len(self._seats)))
+
+    def node(self, seat: int) -> str:
+        return platform.node()
 
     def kill(self, rank: int) -> None:
         self._supervisor.kill(rank)
@@ -244,6 +259,9 @@ def core_plan(cores: Sequence[int], ranks: int) -> list[tuple[tuple[int, ...], i
     return [(share, len(share)) for share in shares]
 
 
-def multiprocess_executor(layout: Layout, *, device: str, supervisor: SupervisorProcess | None = None) -> HubExecutor:
+def multiprocess_executor(
+    layout: Layout, *, device: str, supervisor: SupervisorProcess | None = None, choose: Choose | None = None
+) -> HubExecutor:
     """A `supervisor` that was started early ends with the executor."""
-    return HubExecutor(SupervisorLauncher(layout.mesh.world_size, device, supervisor=supervisor), layout)
+    launcher = SupervisorLauncher(layout.mesh.world_size, device, supervisor=supervisor)
+    return HubExecutor(launcher, layout, choose=choose)

@@ -102,8 +102,6 @@ class NodeAgent:
         self._lock = threading.Lock()
         self._heard = time.monotonic()
         self._supervisor: SupervisorProcess | None = None
-        self._place: dict[int, int] = {}
-        """Rank to its place among this node's ranks."""
         self._door: ProbeDoor | None = None
         self._ending = False
 
@@ -251,15 +249,11 @@ class NodeAgent:
             self._door = None
         if self._supervisor is None:
             self._supervisor = SupervisorProcess(zygote=order.device == "cpu")
-        for start in order.starts:
-            self._place.setdefault(start.rank, len(self._place))
-        plan = place_ranks(len(self._place))
+        plan, key = place_ranks(order.ranks), derive(self._session_key, "hub")
         starts = []
         for start in order.starts:
-            place = self._place[start.rank]
-            cores, threads = plan[place]
-            key = derive(self._session_key, "hub")
-            starts.append(msgspec.structs.replace(start, key=key, cores=cores, threads=threads, device_index=place))
+            cores, threads = plan[start.rank - order.first]
+            starts.append(msgspec.structs.replace(start, key=key, cores=cores, threads=threads))
         self._supervisor.launch(starts)
         for start in starts:
             watch = (self._supervisor, start.rank, order.life)

@@ -110,8 +110,12 @@ class Probe(msgspec.Struct, frozen=True, tag="probe"):
 
 class StartRanks(msgspec.Struct, frozen=True, tag="start"):
     starts: list[RankStart]
-    """Without the key, the cores and the device, which the node fills in."""
+    """Without the key and the cores, which the node fills in."""
     life: int
+    first: int
+    """The lowest of this node's ranks, which have consecutive numbers."""
+    ranks: int
+    """How many ranks the node has, these and others."""
     device: str
 
 

@@ -5,7 +5,8 @@
 Every node's own supervisor starts its ranks; node 0's launcher tells it which. From then on each side sends a beat
 every half a second, so that a lost node is noticed: at once when its processes die, after about three seconds when its
 network falls silent, after ten when it hangs. Callers without the key, of a wrong number or too many are turned away
-and counted. Listens on the one address that `phalanx.executor.interfaces` chooses. Does not bring lost nodes back.
+and counted. Listens on the one address that `phalanx.executor.interfaces` chooses. A node that was lost may join
+again: it is looked at like a new one, and its seats are free to use then.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,9 +31,10 @@ from phalanx.distributed.transports.secure_stream import SecureStream, Unauthent
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.dealing import crossing, deal
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
 from phalanx.executor.interfaces import address_of_node_0, listen, notice_silence, shown
 from phalanx.executor.keys import derive, root_secret
+from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
 from phalanx.executor.node_messages import (
@@ -62,6 +64,7 @@ from phalanx.executor.node_messages import (
     encode,
 )
 from phalanx.executor.probing import ProbeDoor, probe_all
+from phalanx.executor.seating import Choose
 from phalanx.executor.survey import difference, survey, version_difference, versions
 
 log = logging.getLogger(__name__)
@@ -94,6 +97,8 @@ class _Node:
     prepared: Prepared | None = None
     probed: Probed | None = None
     lost: str | None = None
+    admitted: bool = False
+    """It fits, and the others reach it."""
     processes: dict[int, _Process] = field(default_factory=dict)
     reader: threading.Thread | None = None
 
@@ -138,11 +143,14 @@ class NodesLauncher:
         self._complete = False
         """All nodes have joined."""
         self._counts: tuple[int, ...] = ()
-        """Ranks of each node, once they are dealt."""
+        """Seats of each node, once they are dealt."""
+        self._seats: tuple[int, ...] = tuple(range(layout.mesh.world_size))
+        """Of each rank."""
+        self._probing = threading.Lock()
         self._supervisor = SupervisorProcess(zygote=config.model.device == "cpu")
         self._local: SupervisorLauncher | None = None
         self._lives = itertools.count()
-        self.on_loss: Callable[[range], None] | None = None
+        self.on_loss: Callable[[Container[int]], None] | None = None
         """Told the ranks of a node that is lost."""
         self._closed = False
         if not parallel.transport_key:
@@ -179,11 +187,17 @@ class NodesLauncher:
             there = [start for start in starts if self._node_of(start.rank) is node]
             if not there:
                 continue
-            life = next(self._lives)
+            life, ranks = next(self._lives), self._ranks_on(node)
             with self._changed:
                 node.processes |= {start.rank: _Process(life) for start in there}
-            placed = [msgspec.structs.replace(start, host=node.hello.address, key=b"") for start in there]
-            node.say(StartRanks(placed, life, self._config.model.device))
+            first = self._seats_of(node.hello.node).start
+            placed = [
+                msgspec.structs.replace(
+                    start, host=node.hello.address, key=b"", device_index=self._seats[start.rank] - first
+                )
+                for start in there
+            ]
+            node.say(StartRanks(placed, life, ranks[0], len(ranks), self._config.model.device))
 
     def kill(self, rank: int) -> None:
         node = self._node_of(rank)
@@ -207,6 +221,25 @@ class NodesLauncher:
         with self._changed:
             self._changed.wait_for(lambda: process.cause is not None or node.lost is not None, wait)
         return process.cause or (self._lost_with_ranks(node) if node.lost is not None else None)
+
+    def available(self) -> set[int]:
+        """As in `hub.Launcher`."""
+        with self._changed:
+            there = [0, *(n for n, node in self._nodes.items() if node.admitted and node.lost is None)]
+            return {seat for node in there for seat in self._seats_of(node)}
+
+    def assign(self, seats: Sequence[int]) -> None:
+        """As in `hub.Launcher`. Ranks are in the order of their seats."""
+        with self._changed:
+            self._seats = tuple(seats)
+            for node in self._nodes.values():
+                node.processes.clear()
+        if self._local is not None:
+            self._local.assign([seat for seat in seats if seat < self._counts[0]])
+
+    def node(self, seat: int) -> str:
+        index = self._node_index(seat)
+        return self._nodes[index].hello.name if index in self._nodes else self._name
 
     def close(self) -> None:
         if self._closed:
@@ -240,6 +273,8 @@ class NodesLauncher:
                 if error := self._unfit(node, ours):
                     raise error
             self._probe()
+            for node in self._in_order():
+                node.admitted = True
         except PhalanxError as error:
             for node in self._in_order():
                 node.say(Refused(error.message, error.fix))
@@ -284,15 +319,19 @@ class NodesLauncher:
                     self._at, _numbers(missing), self._nnodes, now - begin, self._limit,
                 )  # fmt: skip
 
-    def _await(self, what: str, done: Callable[[_Node], bool], limit: float | None = None) -> None:
-        """Until `done(node)` for all nodes. Raises ConfigError when one leaves, or `limit` seconds are over."""
+    def _await(
+        self, what: str, done: Callable[[_Node], bool], limit: float | None = None, among: Sequence[_Node] = ()
+    ) -> None:
+        """Until `done(node)` for all nodes, or those `among` them. Raises ConfigError when one leaves, or `limit`
+        seconds are over."""
         begin = said = time.monotonic()
         while True:
             with self._changed:
-                for node in self._in_order():
+                nodes = among or self._in_order()
+                for node in nodes:
                     if node.lost is not None:
                         raise ConfigError(f"{_capital(node.shown)} left before the start: {node.lost}.")
-                waiting = [node for node in self._in_order() if not done(node)]
+                waiting = [node for node in nodes if not done(node)]
                 if not waiting:
                     return
                 self._changed.wait(0.25)
@@ -316,20 +355,43 @@ class NodesLauncher:
             return ConfigError(f"{_capital(node.short)} cannot use the model: {prepared.failure}", fix=prepared.fix)
         return difference(ours, prepared.survey, here, node.short)
 
-    def _probe(self) -> None:
-        """Try to connect from every node to every other one. Raises ConfigError naming each pair that fails."""
-        nodes = self._in_order()
+    def _readmit(self, node: _Node) -> None:
+        """A node that joined later than the others, and has found the model: may it have ranks?"""
+        try:
+            if error := self._unfit(node, survey(self._config)):
+                raise error
+            with self._probing:
+                self._probe(node)
+        except PhalanxError as error:
+            log.warning("Turned away %s, which came back: %s", node.shown, error.message)
+            node.say(Refused(error.message, error.fix))
+            return
+        with self._changed:
+            node.admitted = True
+            self._changed.notify_all()
+        log.info("%s is back.", _capital(node.shown))
+
+    def _probe(self, newcomer: _Node | None = None) -> None:
+        """Try to connect from every node to every other one; with a `newcomer`, from the others to it and from it to
+        here (nothing is open elsewhere any more). Raises ConfigError naming each pair that fails."""
+        nodes = [node for node in self._in_order() if node.lost is None]
         host = self.host or ""
         door = ProbeDoor(0, host, self._session_key)
         try:
+            open_ones = nodes if newcomer is None else [newcomer]
             targets = {
-                node.hello.node: Target(node.hello.node, node.hello.address, node.hello.probe_port) for node in nodes
+                node.hello.node: Target(node.hello.node, node.hello.address, node.hello.probe_port)
+                for node in open_ones
             }
             targets[0] = Target(0, host, door.port)
             for node in nodes:
-                node.say(Probe([target for target in targets.values() if target.node != node.hello.node]))
+                node.probed = None
+                node.say(Probe([
+                    target for target in targets.values() if target.node != node.hello.node
+                    and (target.node or newcomer is None or node is newcomer)
+                ]))  # fmt: skip
             failures = {0: probe_all(0, [t for t in targets.values() if t.node != 0], self._session_key)}
-            self._await("reach the other nodes", lambda node: node.probed is not None, _PROBE_S)
+            self._await("reach the other nodes", lambda node: node.probed is not None, _PROBE_S, nodes)
             failures |= {node.hello.node: node.probed.failures for node in nodes if node.probed is not None}
         finally:
             door.close()
@@ -402,6 +464,9 @@ class NodesLauncher:
             refusal = self._refusal(hello)
             if refusal is None:
                 node.say(Welcome(self._session, self._name))
+                if before := self._nodes.get(hello.node):
+                    why = self._lost_with_ranks(before)
+                    node.processes = {rank: _Process(p.life, p.cause or why) for rank, p in before.processes.items()}
                 self._nodes[hello.node] = node
                 self._complete = len(self._nodes) == self._nnodes - 1
                 self._changed.notify_all()
@@ -425,12 +490,7 @@ class NodesLauncher:
                 fix=f"Number the other nodes from 1 to {self._nnodes - 1}.",
             )
         other = self._nodes.get(hello.node)
-        if other is not None and other.lost is not None:
-            return ConfigError(
-                f"Node {hello.node} was lost after it had joined, and this version does not take it back.",
-                fix="Start node 0 again.",
-            )
-        if other is not None:
+        if other is not None and other.lost is None:
             return ConfigError(
                 f"There is a node {hello.node} already: {other.hello.name}, {other.hello.address}.",
                 fix="Give each node a --node-rank of its own.",
@@ -451,6 +511,8 @@ class NodesLauncher:
             match message:
                 case Prepared():
                     node.prepared = message
+                    if self._counts and not node.admitted:
+                        threading.Thread(target=self._readmit, args=(node,), name="readmission", daemon=True).start()
                 case Probed():
                     node.probed = message
                 case RankEnded(rank=rank, life=life, cause=cause):
@@ -472,7 +534,7 @@ class NodesLauncher:
                 self._nodes.pop(node.hello.node, None)  # it may come back while the others are awaited
             self._changed.notify_all()
         if self._counts and self.on_loss is not None:
-            self.on_loss(self._range_of(node))
+            self.on_loss(self._ranks_on(node))
         log.error("Lost %s%s: %s.", node.shown, f", with {self._ranks_of(node)}" if self._counts else "", node.lost)
 
     def _beat(self) -> None:
@@ -484,6 +546,10 @@ class NodesLauncher:
                 if time.monotonic() - node.heard > PATIENCE_S:
                     with self._changed:
                         node.lost = f"it has said nothing for {PATIENCE_S:g} s, though its network answers: it hangs"
+                    node.say(Refused(  # should it wake up
+                        f"Node 0 has given this node up: it had said nothing for {PATIENCE_S:g} s.",
+                        "Start it again; it is taken in then.",
+                    ))  # fmt: skip
                     node.stream.shut()
                 elif not self._closed:
                     node.say(Beat())
@@ -495,28 +561,37 @@ class NodesLauncher:
 
     def _node_of(self, rank: int) -> _Node | None:
         """None for node 0."""
-        for index, count in enumerate(self._counts):
-            if rank < count:
-                return self._nodes[index] if index else None
-            rank -= count
-        return None
+        index = self._node_index(self._seats[rank])
+        return self._nodes[index] if index else None
 
-    def _range_of(self, node: _Node) -> range:
-        first = sum(self._counts[: node.hello.node])
-        return range(first, first + self._counts[node.hello.node])
+    def _node_index(self, seat: int) -> int:
+        for index, end in enumerate(itertools.accumulate(self._counts)):
+            if seat < end:
+                return index
+        return 0
+
+    def _seats_of(self, node: int) -> range:
+        first = sum(self._counts[:node])
+        return range(first, first + self._counts[node])
+
+    def _ranks_on(self, node: _Node) -> list[int]:
+        seats = self._seats_of(node.hello.node)
+        return [rank for rank, seat in enumerate(self._seats) if seat in seats]
 
     def _ranks_of(self, node: _Node) -> str:
-        ranks = self._range_of(node)
-        return _ranks(ranks.start, len(ranks))
+        ranks = self._ranks_on(node)
+        return _ranks(ranks[0], len(ranks)) if ranks else "no ranks"
 
     def _lost_with_ranks(self, node: _Node) -> str:
         return f"{node.shown} was lost, with {self._ranks_of(node)}: {node.lost}"
 
 
-def nodes_executor(config: EngineConfig, layout: Layout) -> HubExecutor:
+def nodes_executor(config: EngineConfig, layout: Layout, *, choose: Choose | None = None) -> HubExecutor:
     """For node 0 of several. Raises ConfigError for an address or a port that cannot be used."""
     launcher = NodesLauncher(config, layout)
-    executor = HubExecutor(launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key)
+    executor = HubExecutor(
+        launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key, choose=choose
+    )
     launcher.on_loss = executor.hang_up
     return executor
 

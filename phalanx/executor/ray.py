@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import time
+from collections.abc import Sequence
 
 import msgspec
 
 from phalanx.config import EngineConfig, ParallelConfig
 from phalanx.distributed.address import node_id
 from phalanx.errors import ConfigError
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
+from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
-from phalanx.executor.ray_places import RayPlaces, death_in_words
+from phalanx.executor.ray_places import Place, RayPlaces, death_in_words
+from phalanx.executor.seating import Choose
 from phalanx.executor.survey import difference, survey, version_difference, versions
 
 _KILL_S = 2.0
@@ -35,6 +39,8 @@ class RayLauncher:
         self._owned = places is None
         self._here: str | None = None
         """This node's address when there are ranks on others."""
+        self._seats: tuple[int, ...] = tuple(range(layout.mesh.world_size))
+        """Of each rank."""
 
     @property
     def host(self) -> str | None:
@@ -74,12 +80,13 @@ class RayLauncher:
 
     def launch(self, starts: list[RankStart]) -> None:
         """Raises ConfigError, and WorkerDied when a lost rank finds no place."""
-        places = self._places.places
-        fresh = [start.rank for start in starts if places[start.rank].dead]
-        for rank in fresh:
-            self._places.replace(rank)
-        self._places.introduce(fresh, self._config)
-        nodes = {rank: place.said.node for rank, place in sorted(places.items()) if place.said is not None}
+        for seat in [self._seats[start.rank] for start in starts]:
+            if self._places.places[seat].dead:
+                self._places.replace(seat)
+        places = {rank: self._places.places[seat] for rank, seat in enumerate(self._seats)}
+        fresh = [start.rank for start in starts if places[start.rank].said is None]
+        self._places.introduce([self._seats[rank] for rank in fresh], self._config)
+        nodes = {rank: place.said.node for rank, place in places.items() if place.said is not None}
         for start in starts:
             place = places[start.rank]
             same = [rank for rank, node in nodes.items() if node == nodes[start.rank]]
@@ -90,16 +97,16 @@ class RayLauncher:
             )
 
     def kill(self, rank: int) -> None:
-        place = self._places.places.get(rank)
+        place = self._place(rank)
         if place is None or place.life is None or self.cause(rank) is not None:
             return
         done, _ = self._places.ray.wait([place.actor.kill.remote(rank)], timeout=_KILL_S)
         if not done or self.cause(rank, _KILL_S) is None:
-            place.silent = True
+            place.silent_since = time.monotonic()
             self._places.end(place)
 
     def cause(self, rank: int, wait: float = 0.0) -> str | None:
-        place = self._places.places.get(rank)
+        place = self._place(rank)
         if place is None or place.life is None:
             return None
         ray = self._places.ray
@@ -115,11 +122,26 @@ class RayLauncher:
             return f"its node {place.site.name} is gone"
         return None
 
+    def available(self) -> set[int]:
+        """As in `hub.Launcher`. Reserves what there is room for."""
+        for rank in range(len(self._seats)):
+            self.cause(rank)  # which notes who is dead
+        return self._places.available(self._places.view.alive())
+
+    def assign(self, seats: Sequence[int]) -> None:
+        self._seats = tuple(seats)
+
+    def node(self, seat: int) -> str:
+        return self._places.places[seat].site.name
+
+    def _place(self, rank: int) -> Place | None:
+        return self._places.places.get(self._seats[rank]) if rank < len(self._seats) else None
+
     def close(self) -> None:
         if self._owned:
             self._places.close()
             return
-        for rank in self._places.places:
+        for rank in range(len(self._seats)):
             self.kill(rank)
 
 
@@ -128,6 +150,7 @@ def _threads(parallel: ParallelConfig) -> int | None:
     return None if parallel.num_cpus_per_worker is None else max(1, int(parallel.num_cpus_per_worker))
 
 
-def ray_executor(config: EngineConfig, layout: Layout) -> HubExecutor:
+def ray_executor(config: EngineConfig, layout: Layout, *, choose: Choose | None = None) -> HubExecutor:
     """`config` is resolved."""
-    return HubExecutor(RayLauncher(config, layout), layout, encrypt=config.parallel.encrypt_transport)
+    launcher = RayLauncher(config, layout)
+    return HubExecutor(launcher, layout, encrypt=config.parallel.encrypt_transport, choose=choose)

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,8 @@ _ACTOR_S = 90.0
 _KILL_S = 5.0
 _GONE_S = 3.0
 _PAUSE_S = 0.25
+_SILENT_S = 30.0
+"""A node that was silent so long ago, and that Ray has not given up since, is tried again."""
 
 
 @dataclass
@@ -56,8 +59,12 @@ class Place:
     """Becomes what the rank died of."""
     dead: bool = False
     """The actor is, or has to be taken for it."""
-    silent: bool = False
-    """It did not answer when it was told to end its rank: it hangs, or its node cannot be reached."""
+    silent_since: float = -math.inf
+    """When it did not answer, told to end its rank: it hangs, or its node cannot be reached."""
+
+    @property
+    def silent(self) -> bool:
+        return time.monotonic() - self.silent_since < _SILENT_S
 
 
 class RayPlaces:
@@ -72,7 +79,7 @@ class RayPlaces:
         self._groups: list[Any] = []
         """Made by us."""
         self.places: dict[int, Place] = {}
-        """By rank."""
+        """By seat, which is the rank it was reserved for."""
 
     @property
     def ray(self) -> Any:
@@ -148,29 +155,40 @@ class RayPlaces:
                 return found
         return ours
 
-    def replace(self, rank: int) -> None:
+    def replace(self, seat: int) -> None:
         """A new place after the actor's death: its bundle if the node lives, otherwise any node that has room. A node
-        that was silent is the last choice, whatever Ray still thinks of it.
+        that was silent does not count, whatever Ray still thinks of it.
 
         Raises WorkerDied when there is none."""
-        place = self.places[rank]
-        self.end(place)
         deadline = time.monotonic() + PLACE_S
-        while True:
-            view = self.view
-            node_lives = place.site.node in view.alive()
-            if node_lives and not place.silent:
-                self.places[rank] = Place(place.group, place.bundle, place.site)
-                return
-            others = [site for site in view.nodes() if site.node != place.site.node]
-            found = self._elsewhere(rank, view, others)
-            if found is not None:
-                self.places[rank] = found
-                return
-            if time.monotonic() > deadline and not node_lives:
-                raise WorkerDied(rank, f"its node {place.site.name} is gone, and no other node has room for it")
-            place.silent = place.silent and time.monotonic() < deadline
+        while not self.try_replace(seat):
+            if time.monotonic() > deadline:
+                place = self.places[seat]
+                why = "does not answer" if place.silent else "is gone"
+                raise WorkerDied(seat, f"its node {place.site.name} {why}, and no other node has room for it")
             time.sleep(_PAUSE_S)
+
+    def try_replace(self, seat: int) -> bool:
+        """As `replace`, without waiting for room; whether there was any."""
+        place, view = self.places[seat], self.view
+        self.end(place)
+        if place.site.node in view.alive() and not place.silent:
+            self.places[seat] = Place(place.group, place.bundle, place.site)
+            return True
+        others = [site for site in view.nodes() if site.node != place.site.node]
+        found = self._elsewhere(seat, view, others)
+        if found is not None:
+            self.places[seat] = found
+        return found is not None
+
+    def available(self, alive: Container[str]) -> set[int]:
+        """Seats with a place on a node that lives. Takes room for those without, where there is some."""
+        for place in self.places.values():
+            place.dead = place.dead or place.site.node not in alive
+        return {
+            seat for seat, place in list(self.places.items())
+            if not (place.dead or place.silent) or self.try_replace(seat)
+        }  # fmt: skip
 
     def _elsewhere(self, rank: int, view: RayView, sites: list[Site]) -> Place | None:
         allowed = self._allowed(rank, sites)

@@ -15,8 +15,9 @@ import pytest
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transports.segment import LINE
 from phalanx.executor.base import WorkerDied
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
 from phalanx.executor.inprocess import InProcessExecutor
+from phalanx.executor.launcher import Layout
 from phalanx.executor.multiprocess import SupervisorLauncher
 from tests.helpers.plans import Run, admission, answer, plan
 from tests.helpers.processes import alive, gone_within, wait_until

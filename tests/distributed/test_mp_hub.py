@@ -18,7 +18,8 @@ from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.errors import ConfigError, NotEnoughMemory
 from phalanx.executor import hub, members, multiprocess
 from phalanx.executor.base import CacheLayout, WorkerDied
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
+from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import MESSAGE, RESULT, AbortEpoch, Begin, Failed, Join, Progress, encode
 from phalanx.executor.multiprocess import core_plan, place_ranks
 from phalanx.step import StepPlan

@@ -12,8 +12,9 @@ from phalanx import env
 from phalanx.config import EngineConfig
 from phalanx.distributed.mesh import Mesh
 from phalanx.executor.base import Executor
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
 from phalanx.executor.inprocess import InProcessExecutor
+from phalanx.executor.launcher import Layout
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
 from phalanx.executor.ray import RayLauncher
 from phalanx.executor.ray_places import RayPlaces

@@ -13,7 +13,8 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.engine.client import EngineRequest
 from phalanx.engine.engine import Engine
 from phalanx.executor.base import Executor
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
+from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
 from phalanx.sampling_params import SamplingParams

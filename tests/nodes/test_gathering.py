@@ -26,8 +26,8 @@ from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.engine.resolution import for_engine, resolved
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.executor.hub import Layout
 from phalanx.executor.keys import derive, root_secret
+from phalanx.executor.launcher import Layout
 from phalanx.executor.node_messages import FRAME, LIMIT, NodeHello, Refused, decode_to_node, encode
 from phalanx.executor.nodes import NodesLauncher
 from phalanx.executor.survey import versions

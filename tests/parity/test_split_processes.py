@@ -11,7 +11,8 @@ import pytest
 from phalanx.checkpoint.locate import locate
 from phalanx.config import EngineConfig, resolve
 from phalanx.distributed.mesh import Mesh
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
+from phalanx.executor.launcher import Layout
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
 from phalanx.text.tokenizer import load_tokenizer
 from tests.helpers.decoders import decoder_of, random_ids

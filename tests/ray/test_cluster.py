@@ -21,7 +21,8 @@ from phalanx.config import EngineConfig
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import ConfigError
 from phalanx.executor.base import WorkerDied
-from phalanx.executor.hub import HubExecutor, Layout
+from phalanx.executor.hub import HubExecutor
+from phalanx.executor.launcher import Layout
 from phalanx.executor.ray import RayLauncher
 from phalanx.executor.ray_places import RayPlaces
 from tests.helpers.one_request import PROMPT, generate

@@ -1,0 +1,201 @@
+"""Where ranks may run, and what happens when a place is lost: wait for it, split the model anew over those that are
+left, and take a place that has come back in again.
+
+A seat is a place for one rank: seat 3 is where rank 3 of the layout runs that the engine was started with. A seat is
+*free to use* when its launcher says that a rank can be started there, and it has not been *rested*: where ranks fail to
+start again and again, none is started for a while, longer each time. Decides; starts and ends nothing. How the model is
+split over given seats is decided above (`Choose`), where the model and the planner are known.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.executor.base import NoCapacity
+from phalanx.executor.launcher import Launcher, Layout
+from phalanx.worker.limits import Memory
+
+TRIES = 3
+"""Starts in a row that may fail in a place."""
+
+REST_S = 10.0
+"""How long a place is left alone then; twice as long the next time."""
+
+MOST_REST_S = 600.0
+
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place that is left, for whoever chooses a layout."""
+
+    number: int
+    node: str
+    memory: Memory | None
+    """Bytes without ranks of ours, where that is known; several seats of a host have a part of its memory each."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    layout: Layout
+    seats: tuple[int, ...]
+    """Of each rank."""
+    longest: int = 0
+    """Tokens of the longest request that is sure to fit; 0 where that is --max-model-len."""
+
+
+class NoFit(Exception):
+    """The model does not fit; the text says what is missing."""
+
+
+Choose = Callable[[Sequence[Seat]], Choice]
+"""Splits the model over some of these seats. Raises NoFit."""
+
+
+@dataclass
+class _Rest:
+    until: float
+    seconds: float
+
+
+class Seating:
+    """The seats of one executor. `patience` in seconds is how long a lost place is waited for."""
+
+    def __init__(self, layout: Layout, places: Launcher, choose: Choose, patience: float):
+        self._whole, self._places, self._choose, self._patience = layout, places, choose, patience
+        self._all = tuple(range(layout.mesh.world_size))
+        self.now = Choice(layout, self._all)
+        self._since: float | None = None
+        """When the first place was missed since all ranks were ready."""
+        self._failures: Counter[int] = Counter()
+        """Starts that failed in each seat since then."""
+        self._resting: dict[int, _Rest] = {}
+        self._added: set[int] = set()
+        """Seats that are being taken in again."""
+        self._memory: dict[int, Mapping[str, int]] = {}
+        self._devices: dict[int, str] = {}
+        self._lock = threading.Lock()
+        """Held while places are asked."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.now.seats == self._all
+
+    def settle(self, lost: Iterable[int], over: Callable[[], bool]) -> bool:
+        """What to do now that these ranks are lost. False: start them again, where they were. True: `now` is another
+        layout; all ranks begin anew. Waits for lost places until they are back or `over()`. Raises NoCapacity."""
+        ranks = sorted(lost)
+        wanted = {self.now.seats[rank] for rank in ranks}
+        self._since = self._since or time.monotonic()
+        while True:
+            late = time.monotonic() - self._since > self._patience
+            for seat in wanted:
+                if self._failures[seat] >= TRIES or (self._failures[seat] and late):
+                    self._rest(seat)
+            usable = self.usable()
+            if wanted <= usable:
+                return not wanted and self._grow(usable)
+            if late or not wanted - usable - self._resting.keys() or over():
+                break
+            time.sleep(_LOOK_S)
+        try:
+            self.now = self._choice(usable)
+        except NoFit as error:
+            gone = ", ".join(f"rank {rank}'s on {self._places.node(self.now.seats[rank])}" for rank in ranks)
+            raise NoCapacity(
+                ranks[0], f"it cannot be started again, and the model does not fit what is left without {gone}",
+                missing=str(error), node=self._places.node(self.now.seats[ranks[0]]),
+            ) from None  # fmt: skip
+        return True
+
+    def _grow(self, usable: set[int]) -> bool:
+        """Nobody is missing: take in again what has come back."""
+        found = self._larger(usable)
+        if found is None:
+            return False
+        self._added = set(found.seats) - set(self.now.seats)
+        self.now = found
+        return True
+
+    def _larger(self, usable: set[int]) -> Choice | None:
+        if usable <= set(self.now.seats):
+            return None
+        try:
+            found = self._choice(usable)
+        except NoFit:
+            return None
+        return found if len(found.seats) > len(self.now.seats) else None
+
+    def _choice(self, usable: set[int]) -> Choice:
+        if usable == set(self._all):
+            return Choice(self._whole, self._all)
+        if not usable:
+            raise NoFit("a place for at least one rank")
+        return self._choose(self._offers(sorted(usable)))
+
+    def more(self) -> str | None:
+        """What could be taken in again, in words."""
+        if self.is_whole:
+            return None
+        found = self._larger(self.usable())
+        if found is None:
+            return None
+        back = sorted(set(found.seats) - set(self.now.seats))
+        nodes = list(dict.fromkeys(self._places.node(seat) for seat in back))
+        return f"{len(back)} more place{'s' if len(back) > 1 else ''} on {', '.join(nodes)}"
+
+    def usable(self) -> set[int]:
+        with self._lock:
+            available = self._places.available()
+        now = time.monotonic()
+        return {seat for seat in available if seat not in self._resting or self._resting[seat].until <= now}
+
+    # -- what happened
+
+    def failed(self, rank: int) -> None:
+        """A start failed, it seems because of this rank."""
+        if self._added:  # it went well without them
+            for seat in self._added:
+                self._rest(seat)
+            self._added = set()
+        elif rank < len(self.now.seats):
+            self._failures[self.now.seats[rank]] += 1
+
+    def ready(self, memory: Sequence[Mapping[str, int]], devices: Sequence[str]) -> None:
+        """All ranks are; each rank's memory and device as in `WorkerStatus`."""
+        for seat, used, device in zip(self.now.seats, memory, devices, strict=True):
+            self._memory[seat], self._devices[seat] = used, device
+            self._resting.pop(seat, None)
+        self._since, self._added = None, set()
+        self._failures.clear()
+
+    def _rest(self, seat: int) -> None:
+        before, now = self._resting.get(seat), time.monotonic()
+        if before is not None and before.until > now:
+            return
+        seconds = REST_S if before is None else min(2 * before.seconds, MOST_REST_S)
+        self._resting[seat] = _Rest(now + seconds, seconds)
+
+    # -- memory
+
+    def _offers(self, seats: Sequence[int]) -> list[Seat]:
+        return [Seat(seat, self._places.node(seat), self._room(seat, seats)) for seat in seats]
+
+    def _room(self, seat: int, seats: Sequence[int]) -> Memory | None:
+        """What ranks had and what was free beside them when they were ready last. A host's memory is its ranks' in
+        common, a GPU's is one rank's."""
+        if seat not in self._memory:
+            return None
+        node, sharers = self._places.node(seat), 1
+        counted = [seat]
+        if self._devices[seat] == "cpu":
+            counted = [s for s in self._memory if self._places.node(s) == node]
+            sharers = sum(self._places.node(s) == node for s in seats)
+        parts = ("weights", "kv_cache", "free")
+        size = sum(self._memory[s].get(part, 0) for s in counted for part in parts) // sharers
+        return Memory(size, size)
