@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
-from importlib.metadata import entry_points
+import tomllib
 
 import pytest
+
+from tests.helpers.source import ROOT
 
 INTERRUPTED = """
 import os, signal, sys
@@ -41,8 +43,8 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
 
 
 def test_the_installed_command_begins_there() -> None:
-    (script,) = entry_points(group="console_scripts", name="phalanx")
-    assert script.value == "phalanx.cli.start:main"
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"phalanx": "phalanx.cli.start:main"}
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["serv"]])
