@@ -7,13 +7,16 @@ receives what is decided here.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.config import EngineConfig, ServerConfig, resolve
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from phalanx.checkpoint.locate import Checkpoint
+    from phalanx.executor.seating import Choice, Choose, Seat
 
 
 def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
@@ -26,6 +29,34 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     _check_quantization(config.model.quantization, checkpoint)
     spec = read_spec(checkpoint.config)
     return with_layout(resolve(_with_ray(config), spec, detect()), spec)
+
+
+def splitter(config: EngineConfig) -> Choose:
+    """How the model of `config` (resolved) is split when places for its ranks are lost. Reads the model's description
+    when it is first needed."""
+    known: list[dict[str, Any]] = []
+
+    def choose(seats: Sequence[Seat]) -> Choice:
+        from phalanx.checkpoint.locate import locate
+        from phalanx.distributed.mesh import Mesh
+        from phalanx.executor.launcher import Layout
+        from phalanx.executor.seating import Choice, NoFit
+        from phalanx.models.registry import read_spec
+        from phalanx.planner.resolution import split_anew
+        from phalanx.planner.resplit import TooLittle
+
+        model = config.model
+        if not known:
+            known.append(locate(model.model, revision=model.revision).config)
+        try:
+            found = split_anew(config, read_spec(known[0]), {seat.number: (seat.node, seat.memory) for seat in seats})
+        except TooLittle as error:
+            raise NoFit(str(error)) from None
+        shape = found.plan.budget.layout
+        layout = Layout(Mesh.of_widths(shape.widths), shape.tensor_weights, shape.stage_layers)
+        return Choice(layout, tuple(seats[n].number for n in found.used), found.longest)
+
+    return choose
 
 
 def _with_ray(config: EngineConfig) -> EngineConfig:

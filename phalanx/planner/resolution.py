@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Mapping
 
 from phalanx import env
 from phalanx.config import EngineConfig, ParallelConfig, resolve
+from phalanx.distributed.mesh import Mesh
 from phalanx.errors import ConfigError
 from phalanx.models.registry import read_spec
 from phalanx.models.spec import DecoderSpec
@@ -18,6 +20,7 @@ from phalanx.planner import report, search
 from phalanx.planner.devices import Device, declared, of_this_machine
 from phalanx.planner.hardware import detect, read_speed
 from phalanx.planner.memory import Demand
+from phalanx.planner.resplit import Resplit, resplit
 from phalanx.planner.search import Plan
 from phalanx.worker.limits import Memory, host_memory
 
@@ -69,6 +72,20 @@ def dry_run(config: EngineConfig, name: str, model_config: dict[str, object]) ->
     plan, others = _decide(config, spec, known)
     report.check_fits(plan, known)
     return report.plan_lines(name, plan, others[:_SHOWN], unused=len(known) - len(plan.devices))
+
+
+def split_anew(config: EngineConfig, spec: DecoderSpec, left: Mapping[int, tuple[str, Memory | None]]) -> Resplit:
+    """How the model is split over what is left of the ranks of `config` (resolved, with its layout): by rank, the
+    node's name and the memory that its device has without us, where that is known. Raises TooLittle."""
+    parallel, kind, known = config.parallel, config.model.device, _declared(config)
+    mesh = Mesh.of_widths(parallel.widths)
+    devices = [
+        dataclasses.replace(known[rank])
+        if rank < len(known)
+        else Device(f"{kind} of {node}", kind, memory or _UNKNOWN, None, node)
+        for rank, (node, memory) in sorted(left.items())
+    ]
+    return resplit(Demand.of(spec, config), devices, [mesh.place(rank).pp for rank in sorted(left)])
 
 
 def _decide(config: EngineConfig, spec: DecoderSpec, devices: tuple[Device, ...]) -> tuple[Plan, list[Plan]]:
