@@ -159,7 +159,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Target]:
     demo_checkpoint()
-    options = ("--kv-cache-memory-bytes", "500M", "--max-model-len", "4096")
+    # A cache so small that the first hundred answers have touched all of it: later growth would be a leak.
+    options = ("--kv-cache-memory-bytes", "200M", "--max-model-len", "4096")
     with target(*options, healthy_tokens=48) as running:
         yield running
 
