@@ -36,6 +36,8 @@ class Cable:
         self.delay, self.jitter, self.loss = delay, jitter, loss
         """Seconds each way, seconds more at random, share of the frames."""
         self.silent = False
+        self.deaf = False
+        """What the host sends arrives; what is sent to it does not."""
         self.frames = 0
         self.recorded = bytearray()
         """Every frame that came, both ways."""
@@ -64,7 +66,7 @@ class Cable:
                 with self._lock:
                     self.frames += 1
                     self.recorded += frame
-                if self.silent or self._random.random() < self.loss:
+                if self.silent or (self.deaf and source == self._ends[1]) or self._random.random() < self.loss:
                     continue
                 last = max(last, time.monotonic() + self.delay + self._random.uniform(0, self.jitter))  # in order
                 waiting.append((last, frame))
