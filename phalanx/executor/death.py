@@ -90,6 +90,20 @@ def _text(path: Path) -> str:
         return ""
 
 
+_KINDS = {
+    "out_of_memory": ("out of memory", "memory monitor", "NotEnoughMemory"),
+    "hung": ("showed no progress", "wait for each other", "does not respond", "it hangs"),
+    "network": ("has not answered", "the network", "connection ended", "its node", "cannot reach"),
+    "killed": ("killed by", "was killed", "ray.kill"),
+    "ended": ("ended with status", "ended with its supervisor"),
+}
+
+
+def kind_of(cause: str) -> str:
+    """One of `base.WorkerDied.KINDS`: what a cause in words amounts to, whoever put it into words."""
+    return next((kind for kind, signs in _KINDS.items() if any(sign in cause for sign in signs)), "failed")
+
+
 def describe(status: int, why: str | None = None) -> str:
     """A wait status in words; `why` is what `MemoryKills` says, or the process said itself."""
     if os.WIFSIGNALED(status):

@@ -3,7 +3,8 @@
 A `Launcher` starts, kills and replaces the processes (`multiprocess`, `ray`); everything else is here, once. Plans go
 to the ranks of this node through one shared ring and to others over their streams; results come back the same ways
 from the one rank that reports. One thread watches (`members`): when a rank is gone, every wait of the epoch is broken,
-here and in the surviving ranks.
+here and in the surviving ranks. So it is when a rank hangs (`deadlines`): while something is awaited that does not
+come, ranks are asked how they are; an idle executor, and one whose steps are short, asks nobody.
 
 Guarantees: results in the order of plans; nothing of an epoch is accepted after it; every wait ends when a rank is
 lost or `close` is called; a rank that does not let go of an epoch is killed before the next one has any memory that it
@@ -12,6 +13,7 @@ could write to. Does not decide how the model is split.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -19,7 +21,7 @@ import platform
 import secrets
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -30,10 +32,13 @@ from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.ring import Ring
 from phalanx.distributed.transports.secure_stream import SecureStream
-from phalanx.errors import CheckpointError, ConfigError, NotEnoughMemory, PhalanxError, UserError
+from phalanx.errors import CheckpointError, ConfigError, NotEnoughMemory, PhalanxError
 from phalanx.executor.base import CacheLayout, LoadProgress, NoCapacity, WorkerDied, WorkerStatus
+from phalanx.executor.blame import failure
+from phalanx.executor.deadlines import Awaited, Bounds, Verdict, Vigil, asks_every, join_bound
+from phalanx.executor.death import kind_of
 from phalanx.executor.launcher import Launcher, Layout
-from phalanx.executor.members import Member, Watch
+from phalanx.executor.members import Member, Watch, check_versions, shared_progress
 from phalanx.executor.messages import (
     LIMIT,
     PLAN,
@@ -50,28 +55,19 @@ from phalanx.executor.messages import (
     Measured,
     Met,
     Order,
+    Pong,
     Progress,
     RankStart,
     Ready,
     Stop,
     decode_from_rank,
-    raised,
 )
+from phalanx.executor.pending import Pending
 from phalanx.executor.seating import Choose, Seating
 from phalanx.step import StepPlan, StepResult, decode_result
 from phalanx.step import encode as encode_step
 
 log = logging.getLogger(__name__)
-
-JOIN_S = 120.0
-"""Seconds for a started process to join (it may have to import torch; a busy machine takes its time)."""
-
-_SETTLE_S = 3.0
-"""Seconds for a survivor to let go of the epoch before; three of the longest step when that is more. It is not counted
-while it shows progress in loading."""
-
-_CAUSE_S = 0.5
-"""Seconds to wait for better words about a loss: from the launcher, or from the rank that went first."""
 
 _POLL_S = 0.1
 
@@ -79,19 +75,6 @@ _LOOK_S = 1.0
 """Seconds between looks whether a lost place is back."""
 
 _NO_LIMIT = 1 << 60
-
-
-class _Pending(Future[StepResult]):
-    """A result on its way. Whoever asks for it fetches results until it is there: no thread in between."""
-
-    def __init__(self, executor: HubExecutor):
-        super().__init__()
-        self._executor = executor
-
-    def result(self, timeout: float | None = None) -> StepResult:
-        if not self.done():
-            self._executor.collect(self)
-        return super().result(timeout)
 
 
 class HubExecutor:
@@ -116,9 +99,16 @@ class HubExecutor:
         self._remote: list[Member] = []
         """Who gets plans over a stream."""
         self._remote_results: SimpleQueue[bytes | None] = SimpleQueue()
-        self._pending: deque[_Pending] = deque()
-        self._slowest_step = 0.0
-        self._progress_count = 0
+        self._pending: deque[Pending] = deque()
+        self._count = 0
+        """Changes with progress."""
+        self._vigil = Vigil(Bounds(EngineConfig().recovery.hang_timeout))
+        self._vigilant = False
+        self._due = ""
+        """The message that ranks are to answer with while an epoch begins."""
+        self._verdict: Verdict | None = None
+        self._lives: Counter[int] = Counter()
+        """How many processes have been started as each rank."""
         self._ended_at = 0.0
         self._config = EngineConfig()
         self._progress: LoadProgress | None = None
@@ -142,6 +132,7 @@ class HubExecutor:
         parallel = dataclasses.replace(config.parallel, transport_key=None)
         self._config, self._progress = dataclasses.replace(config, parallel=parallel), progress
         self._layout = self._whole
+        self._vigil = Vigil(Bounds(config.recovery.hang_timeout))
         self._members = [Member(rank) for rank in range(self._layout.mesh.world_size)]
         if self._choose is not None:
             patience = config.recovery.replacement_timeout
@@ -165,7 +156,7 @@ class HubExecutor:
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """As `Executor.submit`."""
-        pending = _Pending(self)
+        pending = Pending(self, plan)
         if self._watch is None:
             pending.set_exception(WorkerDied(0, "it is closed or was never started"))
         elif plan.epoch != self._epoch:
@@ -173,11 +164,15 @@ class HubExecutor:
         elif self._abort.reason is not None:
             pending.set_exception(self._why(None))
         else:
+            self._pending.append(pending)
+            self._keep_vigil()
             try:
                 self._send_plan(encode_step(plan))
-                self._pending.append(pending)
             except GroupBroken as broken:
-                pending.set_exception(self._why(broken))
+                death = self._why(broken)
+                with contextlib.suppress(ValueError):  # somebody may have ended the epoch meanwhile
+                    self._pending.remove(pending)
+                    pending.set_exception(death)
         return pending
 
     def _send_plan(self, data: bytes) -> None:
@@ -210,11 +205,11 @@ class HubExecutor:
 
     @property
     def hang_bound(self) -> float:
-        return 0.0
+        return self._vigil.bound()
 
     @property
     def progress(self) -> int:
-        return self._progress_count
+        return self._count
 
     def check_health(self) -> list[WorkerStatus]:
         broken = self._abort.reason is not None
@@ -246,13 +241,14 @@ class HubExecutor:
 
     def _begin(self, epoch: int) -> CacheLayout:
         with self._changed:
-            self._epoch, self._death = epoch, None
+            self._epoch, self._death, self._verdict = epoch, None, None
+            self._vigil.bounds.begin()
             self._abort.close()
             self._abort = Abort()
             self._remote_results = SimpleQueue()
         self._launch([m for m in self._members if m.stream is None or m.lost])
-        self._wait(lambda m: m.join is not None, "join", JOIN_S)
-        self._check_versions()
+        self._wait(lambda m: m.join is not None, "join", join_bound(self._vigil.bounds.floor))
+        check_versions([m.join for m in self._members if m.join is not None])
         self._send_begin()
         self._all_reach(Met, "meet the others")
         self._order(Load(), Loaded, "load the model")
@@ -320,11 +316,16 @@ class HubExecutor:
         self._all_reach(answer, phase)
 
     def _all_reach(self, answer: type[object], phase: str) -> None:
-        self._wait(lambda m: m.reached == answer.__name__, phase)
+        self._due = answer.__name__
+        self._keep_vigil()
+        try:
+            self._wait(lambda m: m.reached == answer.__name__, phase)
+        finally:
+            self._due = ""
 
     def _settle(self) -> None:
         """Returns when nobody can touch anything of the epoch before: a rank that does not let go of it is lost."""
-        patience = max(_SETTLE_S, 3 * self._slowest_step)
+        patience = self._vigil.bounds.settle
         with self._changed:
             while True:
                 now = time.monotonic()
@@ -334,7 +335,7 @@ class HubExecutor:
                 for member in late:
                     if now - max(member.heard, self._ended_at) > patience:
                         log.warning("Rank %d does not respond; it is replaced.", member.rank)
-                        member.lost = True
+                        member.lost, member.why = True, "it does not respond"
                 self._changed.wait(_POLL_S)
 
     def _launch(self, gone: list[Member]) -> None:
@@ -343,7 +344,7 @@ class HubExecutor:
             return
         for member in gone:
             if member.stream is not None:
-                why = self._launcher.cause(member.rank) or "it was lost"
+                why = self._launcher.cause(member.rank) or member.why
                 log.warning("Rank %d on %s is started again: %s.", member.rank, member.node, why)
                 self._watch.forget(member)
             self._launcher.kill(member.rank)
@@ -351,7 +352,8 @@ class HubExecutor:
             with self._changed:
                 self._members[member.rank] = Member(member.rank)
         start = RankStart(-1, self._watch.address, self._key, device=self._config.model.device, encrypt=self._encrypt)
-        self._launcher.launch([msgspec.structs.replace(start, rank=m.rank) for m in gone])
+        self._lives.update(member.rank for member in gone)
+        self._launcher.launch([msgspec.structs.replace(start, rank=m.rank, life=self._lives[m.rank]) for m in gone])
 
     def _send_begin(self) -> None:
         mesh, members = self._layout.mesh, self._members
@@ -392,18 +394,6 @@ class HubExecutor:
                 member.begin(self._epoch)
             member.send(begin, fds)
 
-    def _check_versions(self) -> None:
-        """Raises ConfigError when the nodes' software differs."""
-        first, *others = [m.join for m in self._members if m.join is not None]
-        for other in others:
-            for what, version in other.versions.items():
-                wanted = first.versions.get(what)
-                if version != wanted:
-                    raise ConfigError(
-                        f"Nodes differ: {what} is {wanted} on {first.host} and {version} on {other.host}.",
-                        fix=f"Install the same {what} on all nodes.",
-                    )
-
     # -- waiting for ranks
 
     def _wait(self, done: Callable[[Member], bool], phase: str, timeout: float | None = None) -> None:
@@ -427,41 +417,19 @@ class HubExecutor:
                 cause = self._launcher.cause(member.rank) if member.join is None else None
                 if cause is not None:
                     node = platform.node() if self._host is None else ""
-                    raise WorkerDied(member.rank, f"{cause} before it could {phase}", node=node)
+                    raise WorkerDied(member.rank, f"{cause} before it could {phase}", node=node, kind=kind_of(cause))
             if waiting and deadline is not None and time.monotonic() > deadline:
                 ranks = ", ".join(str(m.rank) for m in waiting)
-                raise WorkerDied(waiting[0].rank, f"it did not {phase} within {timeout:g} s (waiting for {ranks})")
+                late = f"it did not {phase} within {timeout:g} s (waiting for {ranks})"
+                raise WorkerDied(waiting[0].rank, late, kind="hung", silent=timeout)
 
     def _failure(self, broken: Exception | None, phase: str = "") -> PhalanxError:
-        """Why the epoch has broken: what a user can mend, a rank that is gone, or a rank that failed."""
-        before = f" before it could {phase}" if phase else ""
-        deadline = time.monotonic() + _CAUSE_S
-        with self._changed:
-            while True:
-                failures = [(m, m.failure) for m in self._members if m.failure is not None]
-                for member, failure in failures:
-                    error = raised(failure, f"Rank {member.rank} on {member.node}: ")
-                    if isinstance(error, UserError):
-                        return error
-                lost = [m for m in self._members if m.lost]
-                first = [(m, f) for m, f in failures if not f.secondary]
-                if lost or first or time.monotonic() > deadline:
-                    break
-                self._changed.wait(_POLL_S / 2)
-        if first:
-            return WorkerDied(first[0][0].rank, first[0][1].message.rstrip("."), node=first[0][0].node)
-        if lost:
-            # Of several, one whose end is known to have come by itself says most.
-            causes = [(m, self._launcher.cause(m.rank, max(0.0, deadline - time.monotonic()))) for m in lost]
-            member, cause = next(((m, c) for m, c in causes if c is not None), (lost[0], "its connection ended"))
-            return WorkerDied(member.rank, f"{cause}{before}", node=member.node)
-        if failures:
-            return WorkerDied(failures[0][0].rank, failures[0][1].message.rstrip("."), node=failures[0][0].node)
-        return WorkerDied(0, str(broken or self._abort.reason).rstrip("."))
+        otherwise = str(broken or self._abort.reason)
+        return failure(self._members, self._launcher, self._changed, self._verdict, otherwise, phase)
 
     # -- results
 
-    def collect(self, wanted: _Pending) -> None:
+    def collect(self, wanted: Pending) -> None:
         """Fetch results, in order, until `wanted` has its own."""
         while not wanted.done():
             try:
@@ -474,9 +442,10 @@ class HubExecutor:
                     wanted.set_exception(death)
                 return
             if result.epoch == self._epoch and self._pending:
-                self._slowest_step = max(self._slowest_step, result.compute_s)
-                self._progress_count += 1
-                self._pending.popleft().set_result(result)
+                self._count += 1
+                done = self._pending.popleft()
+                self._vigil.bounds.done(done.tokens)
+                done.set_result(result)
 
     def _next_result(self) -> bytes:
         if self._results is not None:
@@ -502,10 +471,10 @@ class HubExecutor:
         with self._changed:
             self._break(reason)
             self._ended_at = time.monotonic()
-        for ring in (self._plans, self._results):
+            rings, self._plans, self._results = (self._plans, self._results), None, None
+        for ring in rings:
             if ring is not None:
                 ring.close()
-        self._plans = self._results = None
         self._remote = []
         while self._pending:
             self._pending.popleft().cancel()
@@ -519,6 +488,56 @@ class HubExecutor:
         for member in self._members:
             if member.left < member.begun:
                 member.send(AbortEpoch(reason))
+
+    # -- whether a rank hangs
+
+    def _keep_vigil(self) -> None:
+        """Something is awaited from now on."""
+        if not self._vigilant and self._watch is not None:
+            self._vigilant = True
+            self._watch.wake()
+
+    def tick(self, now: float) -> float | None:
+        """As `members.Listener.tick`: look who hangs, and ask how they are of whom something is awaited for long."""
+        with self._changed:
+            self._vigilant = False  # first: whoever awaits something after the look below calls again
+            awaited = self._awaited()
+            if awaited is None:
+                self._vigil.rest()
+                return None
+            self._vigilant = True
+            for rank in awaited.ranks:
+                self._vigil.heard(rank, self._members[rank].stirred)
+            verdict = self._vigil.look(awaited, now)
+            if verdict is not None:
+                self._condemn(verdict)
+            asked = [self._members[rank] for rank in self._vigil.ask(now)]
+        for member in asked:
+            member.ask()
+        return asks_every(self._vigil.bounds.floor)
+
+    def _awaited(self) -> Awaited | None:
+        if self._abort.reason is not None or self._watch is None:
+            return None
+        if self._due:
+            ranks = tuple(m.rank for m in self._members if m.reached != self._due)
+            return Awaited((self._epoch, self._due), None, self._due in ("Met", "Loaded"), ranks)
+        unread = self._results.unread if self._results is not None else not self._remote_results.empty()
+        if unread or not self._pending:
+            return None
+        oldest = self._pending[0]
+        return Awaited(oldest, oldest.tokens, False, tuple(m.rank for m in self._members))
+
+    def _condemn(self, verdict: Verdict) -> None:
+        """The epoch is over; ranks that hang are replaced in the next one, without being waited for."""
+        self._verdict = verdict
+        for rank in verdict.lost:
+            member = self._members[rank]
+            member.lost, member.why, member.silent = True, verdict.cause, verdict.silent
+            if member.stream is not None:
+                member.stream.shut()  # should it ever go on, it finds that it is on its own, and ends
+        self._break(f"rank {verdict.rank}: {verdict.cause}")
+        self._changed.notify_all()
 
     # -- what the watch hears (`members.Listener`, on its thread)
 
@@ -539,6 +558,9 @@ class HubExecutor:
         message = decode_from_rank(content)
         with self._changed:
             if self._members[member.rank] is not member:
+                return
+            if isinstance(message, Pong):
+                self._count += self._vigil.answered(member.rank, message.count, message.waits_for, time.monotonic())
                 return
             member.heard = time.monotonic()
             match message:
@@ -570,11 +592,8 @@ class HubExecutor:
                 self._changed.notify_all()
 
     def _note_progress(self, member: Member, phase: str, share: float) -> None:
-        """Of all ranks together. A phase is shown when all ranks have ended the one before."""
-        if self._progress is None:
-            return
-        member.shares[phase] = max(share, member.shares.get(phase, 0.0))
-        phases = list(dict.fromkeys(phase for m in self._members for phase in m.shares))
-        together = {p: sum(m.shares.get(p, 0.0) for m in self._members) / len(self._members) for p in phases}
-        if all(together[earlier] >= 1.0 for earlier in phases[: phases.index(phase)]):
-            self._news.append((phase, together[phase]))
+        if self._progress is not None:
+            member.shares[phase] = max(share, member.shares.get(phase, 0.0))
+            together = shared_progress(self._members, phase)
+            if together is not None:
+                self._news.append((phase, together))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import select
@@ -15,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
@@ -23,8 +24,9 @@ from typing import Protocol
 import msgspec
 
 from phalanx.distributed.address import Address, node_id
-from phalanx.distributed.transports.abort import Abort, GroupBroken
+from phalanx.distributed.transports.abort import Abort, GroupBroken, Unreachable
 from phalanx.distributed.transports.secure_stream import SecureStream, Steps
+from phalanx.errors import ConfigError
 from phalanx.executor.base import WorkerStatus
 from phalanx.executor.messages import (
     LIMIT,
@@ -32,6 +34,7 @@ from phalanx.executor.messages import (
     Failed,
     Join,
     Measured,
+    Ping,
     Ready,
     ToRank,
     decode_from_rank,
@@ -47,7 +50,11 @@ _CALLERS = 256
 """Callers heard at the same time; the oldest makes room for the next."""
 
 _SEND_S = 10.0
-_TICK_S = 1.0
+_LOCK_S = 2.0
+_TICK_S = 0.5
+"""Between looks at callers' time and at the network's silence, while there is either."""
+
+_PING = encode(Ping())
 
 Frame = tuple[int, bytes | memoryview]
 
@@ -72,6 +79,12 @@ class Member:
         self.ready: Ready | None = None
         self.failure: Failed | None = None
         self.heard = time.monotonic()
+        """When it last said something of its own accord."""
+        self.stirred = self.heard
+        """When the last byte came from it."""
+        self.why = "its connection ended"
+        self.silent: float | None = None
+        """Why it was lost, as far as its connection tells, and the seconds it had been silent then."""
         self.shares: dict[str, float] = {}
         """Progress by phase."""
 
@@ -95,13 +108,29 @@ class Member:
         """A rank that is gone is noticed by the watch; nothing is raised here."""
         if self.stream is None or self.lost:
             return
+        if not self.lock.acquire(timeout=_LOCK_S):  # it has not taken a whole plan for as long
+            self.stream.shut()
+            return
         try:
-            with self.lock:
-                self.stream.send(MESSAGE, encode(message), _SEND_S)
-                for group in descriptors:
-                    self.stream.send_descriptors(group, _SEND_S)
+            self.stream.send(MESSAGE, encode(message), _SEND_S)
+            for group in descriptors:
+                self.stream.send_descriptors(group, _SEND_S)
         except GroupBroken:
             self.stream.shut()  # which the watch sees
+        finally:
+            self.lock.release()
+
+    def ask(self) -> None:
+        """How it is, without waiting: where nothing can be sent, the question is lost."""
+        if self.stream is None or self.lost or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self.stream.ready:
+                self.stream.send(MESSAGE, _PING, _SEND_S)
+        except GroupBroken:
+            self.stream.shut()
+        finally:
+            self.lock.release()
 
     def status(self, epoch: int, *, broken: bool) -> WorkerStatus:
         """As of when it was last ready; whether it lives, as of now. `broken`: the epoch is over."""
@@ -121,6 +150,28 @@ class Member:
             self.stream.close()
 
 
+def check_versions(joins: Sequence[Join]) -> None:
+    """Raises ConfigError when the nodes' software differs."""
+    first, *others = joins
+    for other in others:
+        for what, version in other.versions.items():
+            wanted = first.versions.get(what)
+            if version != wanted:
+                raise ConfigError(
+                    f"Nodes differ: {what} is {wanted} on {first.host} and {version} on {other.host}.",
+                    fix=f"Install the same {what} on all nodes.",
+                )
+
+
+def shared_progress(members: Sequence[Member], phase: str) -> float | None:
+    """The share of `phase` that all ranks together have done; None until all have ended the phases before."""
+    phases = list(dict.fromkeys(phase for m in members for phase in m.shares))
+    together = {p: sum(m.shares.get(p, 0.0) for m in members) / len(members) for p in phases}
+    if all(together[earlier] >= 1.0 for earlier in phases[: phases.index(phase)]):
+        return together[phase]
+    return None
+
+
 class Listener(Protocol):
     """Who wants to know; all methods are called on the watch's thread."""
 
@@ -133,7 +184,11 @@ class Listener(Protocol):
         ...
 
     def lost(self, member: Member) -> None:
-        """Its connection has ended."""
+        """Its connection has ended; the member knows why."""
+        ...
+
+    def tick(self, now: float) -> float | None:
+        """After `Watch.wake`, and again after as many seconds as it returns; None waits for the next `wake`."""
         ...
 
 
@@ -200,6 +255,10 @@ class Watch:
         while not done.wait(0.1) and self._thread.is_alive():
             pass
 
+    def wake(self) -> None:
+        """Have the listener's `tick` called."""
+        os.eventfd_write(self._bell, 1)
+
     def close(self) -> None:
         """Ends the thread and closes every connection."""
         self._running = False
@@ -220,20 +279,26 @@ class Watch:
     # -- the thread
 
     def _run(self) -> None:
-        checked = time.monotonic()
+        checked, due = time.monotonic(), math.inf
         while self._running:
-            for key, _ in self._selector.select(_TICK_S if self._busy else None):
+            until = min(due, checked + _TICK_S) if self._busy else due
+            for key, _ in self._selector.select(None if until == math.inf else max(0.0, until - time.monotonic())):
                 if key.fd == self._bell:
                     os.eventfd_read(self._bell)
+                    due = 0.0
                     while not self._jobs.empty():
                         self._jobs.get()()
                 elif key.fd in self._talks:
                     self._advance(key.fd)
                 elif self._running:
                     self._accept(key.fileobj)
-            if time.monotonic() - checked > _TICK_S:
-                checked = time.monotonic()
-                self._check(checked)
+            now = time.monotonic()
+            if now >= checked + _TICK_S:
+                checked = now
+                self._check(now)
+            if now >= due and self._running:
+                pause = self._listener.tick(now)
+                due = math.inf if pause is None else now + pause
 
     @property
     def _busy(self) -> bool:
@@ -273,6 +338,8 @@ class Watch:
     def _advance(self, fd: int) -> None:
         """Read what has come."""
         talk = self._talks[fd]
+        if talk.member is not None:
+            talk.member.stirred = time.monotonic()
         try:
             while True:
                 try:
@@ -311,6 +378,8 @@ class Watch:
             self._drop(fd)
             return
         log.debug("rank %d: %s", member.rank, error)
+        if isinstance(error, Unreachable):
+            member.why, member.silent = error.words, error.silent
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
         del self._talks[fd]

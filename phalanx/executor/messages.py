@@ -1,14 +1,15 @@
 """What an executor and its ranks say to each other beside plans and results: typed msgpack, authenticated.
 
-    executor -> rank    Begin, Load, Measure, Allocate, AbortEpoch, Stop
-    rank -> executor    Join, Met, Progress, Loaded, Measured, Ready, Failed, Left
+    executor -> rank    Begin, Load, Measure, Allocate, AbortEpoch, Stop, Ping
+    rank -> executor    Join, Met, Progress, Loaded, Measured, Ready, Failed, Left, Pong
 
 A rank joins once in its life. Each epoch then goes
 
     Begin ── Met ── Load ── (Progress …) Loaded ── Measure ── Measured ── Allocate ── Ready ── plans … ── Left
 
 and every order is given when all ranks have answered the one before: none loads before all have found that there is
-room, none measures what is free while another is still loading. Frames carry a kind: a message, a plan, or a result.
+room, none measures what is free while another is still loading. A rank that is asked how it is answers at any time,
+from a thread that does nothing else. Frames carry a kind: a message, a plan, or a result.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class RankStart(msgspec.Struct, frozen=True):
     encrypt: bool = False
     timeout: float = 60.0
     """Seconds to reach the executor."""
+    life: int = 1
+    """How many times a process has been started as this rank, with this one."""
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
@@ -103,6 +106,17 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     pass
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """How are you?"""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    count: int
+    """Changes with progress (`distributed.pulse`)."""
+    waits_for: str
+    """Who for, in words; empty while it computes."""
+
+
 class Met(msgspec.Struct, frozen=True, tag="met"):
     """Connected with all groups, and there is room for the weights."""
 
@@ -153,8 +167,8 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
 
 
 Order = Load | Measure | Allocate
-ToRank = Begin | Order | AbortEpoch | Stop
-FromRank = Join | Met | Progress | Loaded | Measured | Ready | Failed | Left
+ToRank = Begin | Order | AbortEpoch | Stop | Ping
+FromRank = Join | Met | Progress | Loaded | Measured | Ready | Failed | Left | Pong
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank = msgspec.msgpack.Decoder(ToRank)

@@ -23,6 +23,7 @@ import msgspec
 
 from phalanx.distributed.address import node_id
 from phalanx.distributed.bootstrap import Door, Meeting, close_groups, connect_groups
+from phalanx.distributed.pulse import Pulse
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.ring import Ring
 from phalanx.distributed.transports.secure_stream import SecureStream
@@ -45,6 +46,8 @@ from phalanx.executor.messages import (
     Measured,
     Met,
     Order,
+    Ping,
+    Pong,
     Progress,
     RankStart,
     Ready,
@@ -54,6 +57,7 @@ from phalanx.executor.messages import (
     encode,
     failed,
 )
+from phalanx.fault_point import reach
 from phalanx.logging import configure
 from phalanx.step import decode_plan
 from phalanx.step import encode as encode_step
@@ -67,6 +71,8 @@ log = logging.getLogger(__name__)
 _END_S = 3.0
 """Seconds that a computation may still take when the executor is gone; then the process ends in the middle of it."""
 
+_SEND_S = 10.0
+_ANSWER_S = 1.0
 _PROGRESS_S = 0.1
 
 O = TypeVar("O", Load, Measure, Allocate)  # noqa: E741
@@ -99,9 +105,9 @@ def run_rank(start: RankStart) -> None:
 class _Epoch:
     """What belongs to one epoch, made by the listener as soon as it hears of it."""
 
-    def __init__(self, begin: Begin, plan_fds: list[int], result_fds: list[int]):
+    def __init__(self, begin: Begin, plan_fds: list[int], result_fds: list[int], pulse: Pulse):
         self.begin = begin
-        self.abort = Abort()
+        self.abort = Abort(pulse)
         self.plan_fds, self.result_fds = plan_fds, result_fds
         self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self.plans: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -128,6 +134,9 @@ class Rank:
         self._never = Abort()
         self._stream = _reach(start, self._never)
         self._door = Door(start.rank, start.host, _own_gpu(start))
+        self._pulse = Pulse()
+        self._idle_for = "an order"
+        """What this rank waits for from the executor; empty while it has something to do."""
         self._epochs: queue.SimpleQueue[_Epoch | None] = queue.SimpleQueue()
         self._current: _Epoch | None = None
         self._worker: Worker | None = None
@@ -160,13 +169,28 @@ class Rank:
                 message = decode_to_rank(content)
                 if isinstance(message, Stop):
                     break
-                self._hear(message)
+                if isinstance(message, Ping):
+                    self._answer()
+                else:
+                    self._hear(message)
         except (GroupBroken, msgspec.DecodeError):
             pass  # the executor is gone, or is none
         self._end_epoch("the executor is gone")
         self._epochs.put(None)
         if not self._over.wait(_END_S):
             os._exit(1)
+
+    def _answer(self) -> None:
+        # Whoever holds the lock is sending, which is an answer too.
+        if self._send_lock.acquire(timeout=_ANSWER_S):
+            try:
+                pulse = self._pulse
+                pong = Pong(pulse.count, self._idle_for or pulse.waits_for)
+                self._stream.send(MESSAGE, encode(pong), _SEND_S)
+            except GroupBroken:
+                pass
+            finally:
+                self._send_lock.release()
 
     def _hear(self, message: ToRank) -> None:
         match message:
@@ -175,7 +199,7 @@ class Rank:
                 ring = message.ring_member > 0
                 plan_fds = self._stream.receive_descriptors(message.node_ranks + 2, 10.0) if ring else []
                 result_fds = self._stream.receive_descriptors(3, 10.0) if ring and message.reports else []
-                self._current = _Epoch(message, plan_fds, result_fds)
+                self._current = _Epoch(message, plan_fds, result_fds, self._pulse)
                 self._epochs.put(self._current)
             case Load() | Measure() | Allocate():
                 if self._current is not None:
@@ -191,7 +215,7 @@ class Rank:
     def _send(self, message: FromRank) -> None:
         try:
             with self._send_lock:
-                self._stream.send(MESSAGE, encode(message), 10.0)
+                self._stream.send(MESSAGE, encode(message), _SEND_S)
         except GroupBroken:
             pass  # the listener notices too, and ends us
 
@@ -199,17 +223,26 @@ class Rank:
 
     def _live(self, epoch: _Epoch) -> None:
         """Until it is aborted. What goes wrong here is told to the executor, before the other ranks can notice."""
-        begin = epoch.begin
+        begin, rank, life = epoch.begin, self._start.rank, self._start.life
         with contextlib.ExitStack() as held:
+            self._pulse.abort = epoch.abort
+            held.callback(setattr, self._pulse, "abort", None)
+            held.callback(setattr, self, "_idle_for", "an order")
             try:
+                self._idle_for = ""
                 groups, plans, results = self._connect(epoch, held)
                 worker = self._prepare(epoch, groups)
                 while True:
+                    self._idle_for = "a plan"
                     data = plans.read() if plans is not None else epoch.plans.get()
+                    self._idle_for = ""
                     if data is None:
                         epoch.abort.check()
                         return
-                    result = worker.run(decode_plan(data))
+                    plan = decode_plan(data)
+                    reach("step", rank=rank, step=plan.step_id, life=life)
+                    result = worker.run(plan)
+                    reach("computed", rank=rank, step=plan.step_id, life=life)
                     if begin.reports and result is not None:
                         self._report(encode_step(result), results)
             except GroupBroken as broken:
@@ -232,7 +265,9 @@ class Rank:
             held.callback(results.close)
         key = derive(self._start.key, "epoch", begin.key)  # what travels is of no use without ours
         meeting = Meeting(begin.epoch, key, begin.encrypt, exchange_timeout=begin.exchange_timeout)
+        self._idle_for = "the others"
         groups = connect_groups(begin.mesh, self._door, begin.roster, meeting, epoch.abort, crowded=begin.crowded)
+        self._idle_for = ""
         held.callback(close_groups, groups)
         return groups, plans, results
 
@@ -260,24 +295,33 @@ class Rank:
                 tensor_weights=begin.tensor_weights,
                 stage_layers=begin.stage_layers,
                 node_ranks=begin.loading_ranks,
+                pulse=self._pulse,
             )
             worker.check_memory()
         else:
             worker = loaded
             worker.rejoin(groups)
         self._send(Met(begin.epoch))
-        epoch.order(Load)
+        self._order(epoch, Load)
         if loaded is None:
+            reach("load", rank=self._start.rank, life=self._start.life)
             worker.load(self._progress)
             self._worker = worker
         self._send(Loaded(begin.epoch))
-        epoch.order(Measure)
+        self._order(epoch, Measure)
         size = worker.cache_size()
         self._send(Measured(begin.epoch, size.blocks, size.reason))
-        blocks = epoch.order(Allocate).blocks
+        blocks = self._order(epoch, Allocate).blocks
+        reach("allocate", rank=self._start.rank, life=self._start.life)
         layout = worker.allocate(self._progress, blocks=blocks, epoch=begin.epoch)
         self._send(Ready(begin.epoch, layout, worker.status()))
         return worker
+
+    def _order(self, epoch: _Epoch, kind: type[O]) -> O:
+        self._idle_for = "an order"
+        order = epoch.order(kind)
+        self._idle_for = ""
+        return order
 
     def _progress(self, phase: str, share: float) -> None:
         now, (last, at) = time.monotonic(), self._reported

@@ -16,7 +16,7 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.errors import ConfigError, NotEnoughMemory
-from phalanx.executor import hub, members, multiprocess
+from phalanx.executor import deadlines, members, multiprocess
 from phalanx.executor.base import CacheLayout, WorkerDied
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
@@ -164,7 +164,7 @@ class TestOddRanks:
 
     def test_one_that_loads_when_another_dies_is_waited_for(self, fakes, over_fakes, monkeypatch):
         """It keeps what it has loaded; one that shows no progress is replaced."""
-        monkeypatch.setattr(hub, "_SETTLE_S", 0.4)
+        monkeypatch.setattr(deadlines, "SETTLE_S", 0.4)
         over_fakes.start(EngineConfig())
         busy = fakes.ranks[1]
 

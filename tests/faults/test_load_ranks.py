@@ -104,7 +104,7 @@ class TestKilledWhileStarting:
 
 class TestCannotStart:
     def test_one_that_never_joins(self, supervisor, config, monkeypatch):
-        monkeypatch.setattr(hub, "JOIN_S", 0.5)
+        monkeypatch.setattr(hub, "join_bound", lambda floor: 0.5)
         executor = mp_executor(supervisor, Mesh(tp=2))
         launcher(executor).on_start = lambda rank, pid: os.kill(pid, signal.SIGSTOP) if rank == 1 else None
         with (

@@ -5,6 +5,7 @@ They pretend to be on another node, so that plans and results go over their stre
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 
@@ -28,6 +29,8 @@ from phalanx.executor.messages import (
     Measure,
     Measured,
     Met,
+    Ping,
+    Pong,
     RankStart,
     Ready,
     Stop,
@@ -41,7 +44,7 @@ from tests.helpers.unix_calls import connect
 
 
 class FakeRank:
-    """Answers as it should. Tests replace `hear` or `step` of one."""
+    """Answers as it should. Tests replace `hear`, `step` or `pong` of one."""
 
     def __init__(self, start: RankStart):
         self.rank, self.epoch = start.rank, -1
@@ -49,6 +52,8 @@ class FakeRank:
         self.stream.handshake(start.key, client=True, encrypt=False, timeout=10)
         self.hear: Callable[[ToRank], None] = self.answer
         self.step: Callable[[StepPlan], None] = self.compute
+        self.pong: Callable[[], Pong | None] = lambda: Pong(next(self._beats), "")
+        self._beats = itertools.count()
         self.say(Join(Address(start.rank, "elsewhere", "nowhere"), 1000 + start.rank, "elsewhere", {}))
         threading.Thread(target=self._live, daemon=True).start()
 
@@ -63,6 +68,9 @@ class FakeRank:
                     self.step(decode_plan(content))
                 elif isinstance(message := decode_to_rank(content), Stop):
                     break
+                elif isinstance(message, Ping):
+                    if (pong := self.pong()) is not None:
+                        self.say(pong)
                 else:
                     self.hear(message)
         except GroupBroken:

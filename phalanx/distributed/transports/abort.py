@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+from phalanx.distributed.pulse import Pulse
 from phalanx.errors import PhalanxError
 
 
@@ -18,13 +19,24 @@ class PeerLost(GroupBroken):
     code = "peer_lost"
 
 
+class Unreachable(PeerLost):
+    """Nothing that was sent has been acknowledged for `silent` seconds: the network or the peer's node is down."""
+
+    def __init__(self, peer: str, silent: float):
+        self.words = f"it has not answered for {silent:.1f} s: the network or its node is down"
+        super().__init__(f"{peer}: {self.words}.")
+        self.silent = silent
+
+
 class Abort:
-    """Set once, from any thread; every wait that was given it then raises `GroupBroken` with the reason.
+    """Set once, from any thread; every wait that was given it then raises `GroupBroken` with the reason. Exchanges show
+    in `pulse` that they get on, and whom they wait for.
 
     `fileno` is an eventfd that becomes readable when it is set, so that blocking waits can poll it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pulse: Pulse | None = None) -> None:
+        self.pulse = pulse or Pulse()
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
         self.reason: str | None = None

@@ -92,6 +92,7 @@ class TorchGroup:
 
     def _finish(self, work: Any) -> None:
         self._abort.check()
+        self._abort.pulse.count += 1
         try:
             work.wait()
         except RuntimeError as error:

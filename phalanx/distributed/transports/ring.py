@@ -47,6 +47,11 @@ class Ring:
     def fds(self) -> list[int]:
         return self._segment.fds
 
+    @property
+    def unread(self) -> bool:
+        """Whether there is something to read, for a reader. Any thread may ask that keeps others from closing it."""
+        return bool(self._segment.words[0] > self._count)
+
     def write(self, message: bytes, timeout: float | None = None) -> None:
         """Raises GroupBroken when aborted, or when a reader has not made room within `timeout` seconds: a long message
         may then be there in part, and the ring is of no more use."""

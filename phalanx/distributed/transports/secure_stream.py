@@ -28,7 +28,7 @@ from typing import TypeVar
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
+from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost, Unreachable
 
 CODE = 16
 """Bytes of authentication code a frame."""
@@ -45,9 +45,12 @@ _PIECE = 1 << 20
 _JOINED = 1 << 14
 """Frames up to this many bytes are copied together and sent at once."""
 
-_SILENCE_MS = 3000
-_PROBES = 3
-"""A peer is lost when so many packets went unanswered, for so long."""
+_SILENCE_MS = 2250
+_RETRANSMITS, _PROBES = 3, 2
+"""A peer is lost when so many packets, or probes where there is nothing to send, went unanswered, for so long."""
+
+_CHECK_MS = 500.0
+"""How often a wait looks: silence is noticed within 3 s."""
 
 _DESCRIPTORS = 0xFD
 """Kind of the frame that announces file descriptors."""
@@ -277,7 +280,7 @@ class SecureStream:
         poll.register(self.sock, event)
         poll.register(self._abort.fileno(), select.POLLIN)
         while True:
-            left = 1000.0 if deadline is None else min(1000.0, (deadline - time.monotonic()) * 1000)
+            left = _CHECK_MS if deadline is None else min(_CHECK_MS, (deadline - time.monotonic()) * 1000)
             ready = poll.poll(max(left, 0.0))
             self._abort.check()
             if ready:
@@ -295,13 +298,18 @@ class SecureStream:
         except OSError as error:
             raise self._lost(error) from None
         retransmits, probes, last_answer = info[2], info[3], struct.unpack_from("=I", info, 56)[0]
-        if last_answer > _SILENCE_MS and max(retransmits, probes) >= _PROBES:
-            raise PeerLost(
-                f"{self.peer} has not answered for {last_answer / 1000:.0f} s: the network or its node is down."
-            )
+        if last_answer > _SILENCE_MS and (retransmits >= _RETRANSMITS or probes >= _PROBES):
+            raise Unreachable(self.peer, last_answer / 1000)
 
     def _lost(self, error: OSError | None) -> GroupBroken:
         return PeerLost(f"The connection to {self.peer} ended{f' ({error.strerror})' if error else ''}.")
+
+    @property
+    def ready(self) -> bool:
+        """Whether a short frame can be sent without waiting."""
+        poll = select.poll()
+        poll.register(self.sock, select.POLLOUT)
+        return bool(poll.poll(0))
 
     def shut(self) -> None:
         """The peer sees the end at once; the descriptor stays until `close`."""

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from phalanx.distributed.pulse import Pulse
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
 
 LINE = 8
@@ -85,6 +86,10 @@ class Segment:
     def fds(self) -> list[int]:
         return [self.fd, *self.bells]
 
+    @property
+    def pulse(self) -> Pulse:
+        return self._abort.pulse
+
     def fence(self) -> None:
         """What was written before is visible before anything after is written or read."""
         self._fence.release()
@@ -127,6 +132,7 @@ class Segment:
 
     def _yield(self, word: int, target: int, writer: int, what: Callable[[], str], timeout: float | None) -> None:
         words, start = self.words, time.monotonic()
+        pulse = self._abort.pulse
         while words[word] < target:
             os.sched_yield()
             self._abort.check()
@@ -136,10 +142,12 @@ class Segment:
                 words[line + _WORD], words[line + _TARGET], words[line + _WRITER] = word, target, writer
                 words[line + _ASLEEP] = 1
                 self.fence()
+                pulse.waits_for = self.names[writer]
                 try:
                     self._sleep(word, target, writer, what, None if timeout is None else start + timeout)
                 finally:
                     words[line + _ASLEEP] = 0
+                    pulse.waits_for = ""
 
     def _sleep(self, word: int, target: int, writer: int, what: Callable[[], str], deadline: float | None) -> None:
         suspected: tuple[tuple[int, int, int], ...] = ()

@@ -68,6 +68,7 @@ class SharedMemoryGroup:
         """`ranks` are the members' numbers in the world, for messages; `timeout` in seconds bounds every wait."""
         self.rank, self.size = rank, len(ranks)
         self._segment, self._ranks, self._timeout = segment, tuple(ranks), timeout
+        self._pulse = segment.pulse
         self._mine = LINE * rank
         self._others = tuple(r for r in range(self.size) if r != rank)
         self._peers = tuple((r, LINE * r) for r in self._others)
@@ -109,6 +110,7 @@ class SharedMemoryGroup:
         `what` must be equal on all ranks.
         """
         self._round = number = self._round + 1
+        self._pulse.count += 1
         parity = number & 1
         segment = self._segment
         words, said = segment.words, 1 + parity

@@ -38,7 +38,7 @@ from phalanx.distributed.transports.sums import (
 
 _WHOLE_SUM = 1 << 15
 _COUNT = (1 << 23) - 1
-_CHECK_MS = 1000.0
+_CHECK_MS = 500.0
 
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 
@@ -131,6 +131,7 @@ class TcpGroup:
 
     def _exchange(self, operation: int, dtype: torch.dtype, outgoing: Tensors, incoming: Tensors) -> None:
         self._number += 1
+        self._abort.pulse.count += 1
         self._run(_kind(operation, dtype, self._number), outgoing, incoming)
 
     def _run(self, kind: int, outgoing: Tensors, incoming: Tensors) -> None:
@@ -160,18 +161,24 @@ class TcpGroup:
         poll.register(self._abort.fileno(), select.POLLIN)
         for r, events in waiting.items():
             poll.register(self._streams[r], events)
-        while True:
-            left = _CHECK_MS if deadline is None else min(_CHECK_MS, (deadline - time.monotonic()) * 1000)
-            ready = poll.poll(max(left, 0.0))
-            self._abort.check()
-            if ready:
-                return
-            if left <= 0:
-                late = ", ".join(str(self._ranks[r]) for r in waiting)
-                doing = f"exchange {kind & _COUNT}, {OPERATIONS[kind >> 28]}"
-                raise GroupBroken(f"waited {self._timeout:g} s for rank {late} in {doing}.")
-            for r in waiting:
-                self._streams[r].check_answers()
+        pulse = self._abort.pulse
+        pulse.waits_for = ", ".join(f"rank {self._ranks[r]}" for r in waiting)
+        try:
+            while True:
+                left = _CHECK_MS if deadline is None else min(_CHECK_MS, (deadline - time.monotonic()) * 1000)
+                ready = poll.poll(max(left, 0.0))
+                self._abort.check()
+                if ready:
+                    pulse.count += 1  # bytes of a long exchange over a slow link are progress
+                    return
+                if left <= 0:
+                    late = ", ".join(str(self._ranks[r]) for r in waiting)
+                    doing = f"exchange {kind & _COUNT}, {OPERATIONS[kind >> 28]}"
+                    raise GroupBroken(f"waited {self._timeout:g} s for rank {late} in {doing}.")
+                for r in waiting:
+                    self._streams[r].check_answers()
+        finally:
+            pulse.waits_for = ""
 
     @property
     def _me(self) -> str:
