@@ -36,6 +36,8 @@ class Target:
         self.api: httpx.AsyncClient  # one for each `undisturbed` block, as each test has its own event loop
         self.healthy_tokens = healthy_tokens
         self.alone: list[tuple[str, float]] = []
+        self.spent = 0
+        """Tokens that the engine computed for others than the healthy ones in the last `undisturbed` block."""
 
     async def healthy(self) -> list[tuple[str, float]]:
         """The tokens of a greedy answer, each with its log probability to two digits."""
@@ -62,13 +64,15 @@ class Target:
             self.alone = self.alone or await self.healthy()
             assert len(self.alone) == self.healthy_tokens
             before = (await self.api.get("/status")).json()
+            computed = await self.computed()
             stop = asyncio.Event()
 
-            async def keep_asking() -> None:
+            async def keep_asking() -> int:
                 asked = 0
                 while not stop.is_set() or asked < 2:
                     assert await self.healthy() == self.alone
                     asked += 1
+                return asked
 
             asking = asyncio.create_task(keep_asking())
             await asyncio.sleep(0.05)
@@ -76,8 +80,13 @@ class Target:
                 yield
             finally:
                 stop.set()
-                await asking
+                asked = await asking
             assert (await self.at_rest())["engine"]["pid"] == before["engine"]["pid"]
+            self.spent = await self.computed() - computed - asked * self.healthy_tokens
+
+    async def computed(self) -> int:
+        (tokens,) = re.findall(r"(?m)^phalanx:computed_tokens_total\S* (\S+)$", (await self.api.get("/metrics")).text)
+        return int(float(tokens))
 
     async def at_rest(self, seconds: float = 60.0) -> dict[str, Any]:
         """Once nothing runs, nothing waits, every block is free and no request is counted."""
@@ -115,7 +124,7 @@ class Target:
 
     async def drop(self, number: int) -> None:
         """A client that asks for a long answer and hangs up: at once, amid its prompt, or amid the answer."""
-        prompt = f"{number} " + "words " * (number % 7 * 15)
+        prompt = f"{number} " + "w " * (number % 7 * 8)
         body = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": number % 3 > 0, "n": 1 + number % 2}
         content = json.dumps(body).encode()
         host, _, port = self.base.removeprefix("http://").rpartition(":")
@@ -211,6 +220,7 @@ async def test_refused_requests_disturb_nobody(tiny: Target) -> None:
 async def test_clients_that_hang_up_disturb_nobody(tiny: Target) -> None:
     async with tiny.undisturbed():
         await tiny.drop_many(100)
+    assert tiny.spent < 12_000  # 20,000 if their answers were computed to the end
 
 
 @pytest.mark.slow
@@ -224,6 +234,7 @@ async def test_a_thousand_clients_that_hang_up_leave_nothing(demo: Target) -> No
     memory = [process.memory_info().rss for process in demo.processes()]
     async with demo.undisturbed():
         await demo.drop_many(1000)
+    assert demo.spent < 100_000  # 200,000 if their answers were computed to the end
     await asyncio.sleep(1)
     assert [process.num_fds() for process in demo.processes()] == descriptors
     grown = [process.memory_info().rss - before for process, before in zip(demo.processes(), memory, strict=True)]
