@@ -124,7 +124,7 @@ class Recovery(msgspec.Struct, frozen=True):
     """-1 is the engine process itself."""
     node: str
     kind: str
-    """As `WorkerDied.kind`."""
+    """As `WorkerDied.kind`; `regained` when nothing was lost, but something came back and was taken in."""
     cause: str
     since: float
     """Wall-clock time at which it was noticed."""

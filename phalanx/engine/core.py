@@ -3,8 +3,9 @@
 Started as `python -m phalanx.engine.core --fd N --parent PID` by `phalanx.engine.replica`. It reads every message that
 has arrived, turns one step, sends what the step brought, and sleeps only when there is no work. It listens on nothing.
 
-Guarantees: an exception in handling one request is that request's error; the process ends within two seconds of its
-parent's end; it leaves Ctrl-C to the parent. `open_engine` is also what `phalanx.llm` runs in its own process. Does not
+Guarantees: an exception in handling one request is that request's error; the front end hears from it every quarter of
+a second, whatever the loop does; the process ends within two seconds of its parent's end; it leaves Ctrl-C to the
+parent. `open_engine` is also what `phalanx.llm` runs in its own process. Does not
 tokenise (except for grammars, which need the vocabulary).
 """
 
@@ -22,13 +23,15 @@ import socket
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from phalanx import env
+from phalanx import env, fault_point
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineInfo, EngineOutput, EngineStatus, request_error
 from phalanx.engine.core_messages import (
+    BEAT_S,
     Abort,
+    Beat,
     BrokenFrame,
     Fatal,
     FrameSocket,
@@ -44,6 +47,7 @@ from phalanx.engine.core_messages import (
     load_failure,
 )
 from phalanx.engine.engine import Engine
+from phalanx.engine.resolution import splitter
 from phalanx.errors import EngineDead, InvalidRequest, PhalanxError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied
 from phalanx.executor.choose import make_executor
@@ -69,19 +73,22 @@ def open_engine(
     progress: LoadProgress | None = None,
     *,
     supervisor: SupervisorProcess | None = None,
+    life: int = 1,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model, in this process or in ranks of its own. `config` is resolved, `name` is what the model is called;
-    a `supervisor` that is given is used for the ranks, and ended with them. Raises UserError, WorkerDied."""
+    a `supervisor` that is given is used for the ranks, and ended with them; `life` counts the processes in this one's
+    place. Raises UserError, WorkerDied."""
     begin = time.monotonic()
-    executor = make_executor(config, supervisor=supervisor)
+    executor = make_executor(config, supervisor=supervisor, choose=splitter(config))
     try:
         layout = executor.start(config, progress)
         grammars = LazyGrammars(config, layout.vocab_size)
-        engine = Engine(config, executor, layout, compile_grammar=grammars, debug=env.debug())
+        load_s = time.monotonic() - begin
+        engine = Engine(config, executor, layout, compile_grammar=grammars, load_s=load_s, life=life, debug=env.debug())
     except BaseException:
         executor.close()
         raise
-    return engine, _info(config, name, layout, time.monotonic() - begin)
+    return engine, _info(config, name, layout, load_s)
 
 
 def _info(config: EngineConfig, name: str, layout: CacheLayout, load_s: float) -> EngineInfo:
@@ -131,12 +138,50 @@ class LazyGrammars:
         return self._compiler.compile(wanted)
 
 
+class Heartbeat:
+    """A thread that tells the front end how it goes, also while loading, or a step, takes long. Use it as a context."""
+
+    def __init__(self, channel: FrameSocket, engine: Engine | None = None):
+        self._channel = channel
+        self._engine = engine
+        self._ended = False
+        self._changed = threading.Event() if engine is None else engine.changed
+        self._since = time.time()
+        self.progress = 0
+        """Of loading."""
+        self._thread = threading.Thread(target=self._run, name="phalanx-heartbeat", daemon=True)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # the front end is gone; the loop notices by itself
+            while not self._ended:
+                self._changed.clear()
+                self._channel.send(self._beat())
+                self._changed.wait(BEAT_S)
+
+    def _beat(self) -> Beat:
+        engine = self._engine
+        if engine is None:
+            loading = EngineStatus(state="loading", since=self._since, heartbeat=time.time())
+            return Beat(loading, 0, self.progress)
+        return Beat(engine.status(), engine.turns, engine.progress)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended = True
+        self._changed.set()
+        self._thread.join(1.0)
+
+
 class Core:
     """The loop between a socket and an engine. `run` returns when the front end says so or is gone."""
 
-    def __init__(self, channel: FrameSocket, engine: Engine):
+    def __init__(self, channel: FrameSocket, engine: Engine, *, life: int = 1):
         self._channel = channel
         self._engine = engine
+        self._life = life
         self._status_sent = 0.0
         self._was_busy = False
         self._failures = 0
@@ -201,7 +246,8 @@ class Core:
                     return []
             self._channel.send(Fatal(f"Steps kept failing: {type(error).__name__}: {error}."))
             return None
-        self._failures = 0
+        if any(output.token_ids for output in outputs):
+            self._failures = 0
         return outputs
 
     def _report(self, outputs: list[EngineOutput], busy: bool) -> None:
@@ -214,6 +260,8 @@ class Core:
             self._send_outputs(outputs, self._engine.status())
         elif outputs:
             self._send_outputs(outputs)
+        if outputs:
+            fault_point.reach("after_send", step=self._engine.committed_step, life=self._life)
 
     def _send_outputs(self, outputs: list[EngineOutput], status: EngineStatus | None = None) -> None:
         """In several frames when one would be too large. An output that is too large alone ends its request."""
@@ -235,19 +283,21 @@ class Core:
             self._channel.send(Outputs([ended], status))
 
 
-def _load(channel: FrameSocket, start: Start, supervisor: SupervisorProcess | None) -> Engine | None:
+def _load(channel: FrameSocket, start: Start, supervisor: SupervisorProcess | None, life: int) -> Engine | None:
     """Open the engine and tell the front end. None when it could not be opened; the front end knows why."""
     last = ("", 0.0)
 
     def progress(phase: str, share: float) -> None:
         nonlocal last
+        heartbeat.progress += 1
         now = time.monotonic()
         if phase != last[0] or share >= 1.0 or now - last[1] >= 0.05:
             last = (phase, now)
             channel.send(Progress(phase, share))
 
     try:
-        engine, info = open_engine(start.config, start.name, progress, supervisor=supervisor)
+        with Heartbeat(channel) as heartbeat:
+            engine, info = open_engine(start.config, start.name, progress, supervisor=supervisor, life=life)
     except PhalanxError as error:
         log.debug("loading failed", exc_info=True)
         channel.send(load_failure(error))
@@ -282,6 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--ranks", action="store_true", help="ranks in processes of their own will compute")
+    parser.add_argument("--life", type=int, default=1, help="how many processes have been in this one's place")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     end_with_parent(options.parent)
@@ -293,13 +344,14 @@ def main(argv: list[str] | None = None) -> int:
         if start is None:
             return 0
         configure(start.config.server.log_level, start.config.server.log_format, tag="engine")
-        engine = _load(channel, start, supervisor)
+        engine = _load(channel, start, supervisor, options.life)
         if engine is None:
             return 1
         try:
             gc.collect()
             gc.freeze()  # what is loaded stays; the collector need not look at it again
-            Core(channel, engine).run()
+            with Heartbeat(channel, engine):
+                Core(channel, engine, life=options.life).run()
             return 0
         finally:
             engine.close()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import threading
 
 import msgspec
 
@@ -145,12 +146,13 @@ def decode_from_engine(body: bytes) -> FromEngine:
 
 
 class FrameSocket:
-    """The engine's end of the socket: blocking or not, one thread."""
+    """The engine's end of the socket. One thread receives, any may send."""
 
     def __init__(self, sock: socket.socket):
         self._sock = sock
         self._sock.setblocking(False)
         self._received = bytearray()
+        self._sending = threading.Lock()
 
     def _await(self, event: int, timeout: float | None = None) -> None:
         """Up to `timeout` seconds. By poll: select knows no descriptor from 1024 on, and ours has the number that a
@@ -163,11 +165,12 @@ class FrameSocket:
         """Waits while the peer's buffer is full. Raises OSError when the peer is gone, and BrokenFrame, with nothing
         sent, when `message` is too large."""
         data = memoryview(frame(message))
-        while data:
-            try:
-                data = data[self._sock.send(data) :]
-            except BlockingIOError:
-                self._await(select.POLLOUT)
+        with self._sending:
+            while data:
+                try:
+                    data = data[self._sock.send(data) :]
+                except BlockingIOError:
+                    self._await(select.POLLOUT)
 
     def receive(self, timeout: float) -> list[ToEngine]:
         """Everything that has arrived; waits up to `timeout` seconds for the first byte (0 does not wait).

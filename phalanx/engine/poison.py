@@ -34,6 +34,10 @@ class Quarantine:
         self._suspects: dict[str, None] = {}
         """In the order in which they are tried."""
 
+    def __bool__(self) -> bool:
+        """Whether anything is held against anybody."""
+        return bool(self._losses)
+
     @property
     def alone(self) -> str | None:
         """The suspect that runs now while all others wait; None when all may run."""

@@ -79,6 +79,8 @@ class Request:
     scheduled_s: float | None = None
     """Engine clock, first admission."""
     prompt_logprobs_sent: int = 0
+    parked_s: float | None = None
+    """Engine clock: since when it is too long for a cache that has shrunk."""
 
     @classmethod
     def create(cls, given: EngineRequest, arrival: int, now: float, max_model_len: int) -> Request:

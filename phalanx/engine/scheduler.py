@@ -12,6 +12,9 @@ free, the last one in order is preempted. Preemption is release, resuming is adm
 third case. A request in flight (its plan submitted, the result not back) is left alone: not planned, not preempted, and
 when it is aborted its slot and blocks are released with its result.
 
+A request that the whole cache cannot hold any more (workers that were lost left a smaller one) is parked: it is neither
+running nor in the queue until a larger cache comes, and says so in the log.
+
 Guarantees: the first running request can always go on, so some request always makes progress; among equal priorities
 nobody is overtaken for want of memory; every request that was added ends in exactly one output with a finish reason.
 
@@ -31,7 +34,7 @@ from phalanx.engine.kv_blocks import BlockPool, extend_hashes
 from phalanx.engine.plan_draft import MAX_ROW_TOKENS, PlanDraft
 from phalanx.engine.queue import WaitingQueue
 from phalanx.engine.request import Request, error_output
-from phalanx.errors import InvalidRequest, PhalanxError
+from phalanx.errors import InvalidRequest, PhalanxError, Recovering
 from phalanx.executor.base import CacheLayout, WorkerDied
 from phalanx.step import PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs, unpack
 
@@ -81,12 +84,18 @@ class Scheduler:
         self.queue = WaitingQueue(config.max_num_queued_reqs)
         self.running: list[Request] = []
         """In order of (priority, arrival)."""
+        self.parked: dict[str, Request] = {}
+        """Those that the cache cannot hold."""
+        self.only: str | None = None
+        """When set, no other request is planned."""
         self._outputs: list[EngineOutput] = []
+        self._most_blocks = 0
         self._forget_workers(0, layout)
 
     def _forget_workers(self, epoch: int, layout: CacheLayout) -> None:
         self.epoch = epoch
         self._layout = layout
+        self._most_blocks = max(self._most_blocks, layout.blocks)
         self.pool = BlockPool(layout.blocks, layout.block_size, caching=self._prefix_caching)
         self._in_flight: deque[PlanDraft] = deque()
         self._free_slots = list(reversed(range(self._config.max_num_seqs)))
@@ -104,8 +113,8 @@ class Scheduler:
         return self._step_id
 
     def check(self, request: Request, now: float, *, elsewhere: int = 0) -> None:
-        """Raise what would refuse `request`: InvalidRequest, QueueFull. `elsewhere` counts requests that were checked
-        and are not added yet."""
+        """Raise what would refuse `request`: InvalidRequest, QueueFull, Recovering. `elsewhere` counts requests that
+        were checked and are not added yet."""
         if request.request_id in self.requests:
             raise InvalidRequest("A request with this id is already running.", param="request_id")
         self._check_fits(request)
@@ -113,24 +122,60 @@ class Scheduler:
             self.queue.check_room(now, elsewhere=elsewhere, free_slots=len(self._free_slots))
 
     def _check_fits(self, request: Request) -> None:
-        """Alone in the pool, a request must be able to reach its last token, which itself is never computed."""
-        if self.pool.blocks_for(request.max_total - 1) > self.pool.blocks:
+        """Alone in the pool, a request must be able to reach its last token, which itself is never computed. One that
+        was accepted before, when the cache was larger, may try."""
+        needed = self.pool.blocks_for(request.max_total - 1)
+        room = self.pool.blocks * self.pool.block_size
+        if needed > self._most_blocks:
             raise InvalidRequest(
-                f"The request may come to {request.max_total} tokens, but the KV cache holds "
-                f"{self.pool.blocks * self.pool.block_size}.",
+                f"The request may come to {request.max_total} tokens, but the KV cache holds {room}.",
                 fix="Ask for fewer tokens, or start the server with a larger KV cache.",
                 param="max_tokens",
+            )
+        if needed > self.pool.blocks and not request.resumed:
+            raise Recovering(
+                f"The request may come to {request.max_total} tokens, but since workers were lost the KV cache holds "
+                f"{room}.",
+                fix="Ask for fewer tokens, or try again later.",
+                retry_after=30.0,
             )
 
     def add(self, request: Request, now: float) -> None:
         """Put a checked request into the queue. Its first output, without tokens, says so."""
-        self._check_fits(request)
         self.requests[request.request_id] = request
-        self.queue.push(request)
+        self._queue_or_park(request, now)
         self._outputs.append(EngineOutput(request.request_id, request.num_output))
         reason, stop_token = request.finish()
         if reason is not None:  # resumed after its last token
             self._end(request, self._finished(request, reason, stop_token), now)
+
+    def _queue_or_park(self, request: Request, now: float) -> None:
+        if self._fits(request):
+            self.queue.push(request)
+        else:
+            self._park(request, now)
+
+    def _fits(self, request: Request) -> bool:
+        """The tokens it has come to so far, alone in the pool."""
+        return self.pool.blocks_for(len(request.tokens)) <= self.pool.blocks
+
+    def _park(self, request: Request, now: float) -> None:
+        if request.parked_s is None:
+            request.parked_s = now
+            _log.warning(
+                "Request %r has come to %d tokens and must wait: since workers were lost the KV cache holds %d.",
+                request.request_id, len(request.tokens), self.pool.blocks * self.pool.block_size,
+            )  # fmt: skip
+        self.parked[request.request_id] = request
+
+    def end_parked(self, before: float, now: float) -> None:
+        """Those parked since `before` or longer have waited enough."""
+        for request in [each for each in self.parked.values() if each.parked_s is not None and each.parked_s <= before]:
+            refusal = Recovering(
+                f"The request has come to {len(request.tokens)} tokens, but since workers were lost the KV cache holds "
+                f"{self.pool.blocks * self.pool.block_size}, and nothing has come back in time."
+            )
+            self.fail(request, refusal, now)
 
     def abort(self, request_id: str, now: float) -> None:
         """An unknown id is ignored: the request may just have ended."""
@@ -155,7 +200,9 @@ class Scheduler:
     def _end(self, request: Request, output: EngineOutput, now: float) -> None:
         request.finished = True
         del self.requests[request.request_id]
-        if request.slot is None:
+        if self.parked.pop(request.request_id, None) is not None:
+            pass
+        elif request.slot is None:
             self.queue.remove(request, now)
         else:
             self.running.remove(request)
@@ -173,12 +220,12 @@ class Scheduler:
         request.slot = None
         request.num_computed = request.num_sent = 0
 
-    def _requeue(self, request: Request) -> None:
+    def _requeue(self, request: Request, now: float) -> None:
         """Out of the running, to be admitted again with the tokens it has."""
         self.running.remove(request)
         self._release(request)
         request.resumed = True
-        self.queue.push(request)
+        self._queue_or_park(request, now)
 
     # Planning
 
@@ -196,7 +243,7 @@ class Scheduler:
 
     def _continue_running(self, draft: PlanDraft, now: float) -> None:
         share = -(-len(self.running) // self._max_in_flight)  # of each plan in flight, so that every stage has work
-        ready = [request for request in self.running if not request.in_flight][:share]
+        ready = [r for r in self.running if not r.in_flight and self.only in (None, r.request_id)][:share]
         for position, request in enumerate(ready):
             if not draft.budget:
                 break
@@ -204,24 +251,29 @@ class Scheduler:
                 continue
             kept = len(ready) - position - 1
             count = min(request.num_to_compute, max(1, draft.budget - kept), MAX_ROW_TOKENS)
-            fresh = self._grow(request, request.num_computed + count)
+            fresh = self._grow(request, request.num_computed + count, now)
             if fresh is not None:
                 self._place(draft, request, count, fresh, now)
 
-    def _grow(self, request: Request, tokens: int) -> list[int] | None:
-        """Give `request` blocks for `tokens` tokens, at the cost of those after it. None when it must wait a step."""
+    def _grow(self, request: Request, tokens: int, now: float) -> list[int] | None:
+        """Give `request` blocks for `tokens` tokens, at the cost of those after it. None when it must wait."""
         while (fresh := self.pool.append(request.blocks, tokens)) is None:
+            if not self._fits(request):  # nobody's going would help
+                self._requeue(request, now)
+                return None
             victim = next(other for other in reversed(self.running) if other is request or not other.in_flight)
             if victim is request:
                 return None
             self.counters.preemptions += 1
-            self._requeue(victim)
+            self._requeue(victim, now)
         return fresh
 
     def _admit_waiting(self, draft: PlanDraft, now: float) -> None:
         for request in self.queue:
             if not draft.budget or not self._free_slots:
                 break
+            if self.only not in (None, request.request_id):
+                continue
             cached = self._cached_blocks(request)
             if cached is None:
                 continue
@@ -360,29 +412,39 @@ class Scheduler:
         ):
             raise PhalanxError(f"The worker drew token {token}, which the grammar does not allow here.")
         request.tokens.append(token)
+        request.parked_s = None
         self.counters.output_tokens += 1
 
     # Recovery
 
-    def requeue_all(self) -> None:
-        """The workers are gone: everyone who ran waits to be admitted again, to whatever comes next."""
+    def at_work(self) -> list[str]:
+        """Who was being computed when this was asked."""
+        return [row.request.request_id for draft in self._in_flight for row in draft.rows if not row.request.finished]
+
+    def fence(self, now: float) -> None:
+        """The workers are gone: everyone who ran waits to be admitted again, and a new epoch begins, in which nothing
+        is known or cached. No plan may be made before `restart`."""
         self._in_flight.clear()
         for request in tuple(self.running):
             request.in_flight = 0
-            self._requeue(request)
+            self._requeue(request, now)
+        self._forget_workers(self.epoch + 1, self._layout)
 
-    def restart(self, epoch: int, layout: CacheLayout, now: float) -> None:
-        """Begin `epoch` with workers that know nothing. A request that the new cache can never hold is told so."""
-        self.requeue_all()
-        self._forget_workers(epoch, layout)
-        for request in tuple(self.requests.values()):
-            try:
-                self._check_fits(request)
-            except InvalidRequest as error:
-                self.fail(request, error, now)
+    def restart(self, layout: CacheLayout, now: float, *, max_in_flight: int) -> None:
+        """The epoch's workers are ready and know nothing. A request that the new cache cannot hold is parked, one that
+        it can hold again goes on."""
+        self._max_in_flight = max_in_flight
+        self._forget_workers(self.epoch, layout)
+        for request in self.queue:
+            if not self._fits(request):
+                self.queue.remove(request, now)
+                self._park(request, now)
+        for request in [each for each in self.parked.values() if self._fits(each)]:
+            del self.parked[request.request_id]
+            self.queue.push(request)
 
     def fail_all(self, error: Exception, now: float) -> None:
-        self.requeue_all()
+        """After `fence`."""
         for request in tuple(self.requests.values()):
             self.fail(request, error, now)
 
@@ -394,7 +456,7 @@ class Scheduler:
         slots = sorted([request.slot for request in held.values() if request.slot is not None] + self._free_slots)
         if slots != list(range(self._config.max_num_seqs)):
             raise RuntimeError("A slot is lost or has two requests.")
-        if len(self.running) + len(self.queue) != len(self.requests):
+        if len(self.running) + len(self.queue) + len(self.parked) != len(self.requests):
             raise RuntimeError("A request is in two places or in none.")
 
 

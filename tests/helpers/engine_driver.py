@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 
-from phalanx.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from phalanx.config import CacheConfig, EngineConfig, ModelConfig, RecoveryConfig, SchedulerConfig
 from phalanx.engine.client import EngineOutput, EngineRequest
 from phalanx.engine.engine import Engine
 from phalanx.executor.base import CacheLayout
@@ -54,6 +54,7 @@ class Driver:
         max_model_len: int = 48,
         max_in_flight: int = 1,
         prefix_caching: bool = True,
+        recovery: RecoveryConfig | None = None,
     ) -> None:
         self.layout = CacheLayout(blocks, block_size, 1, VOCAB)
         self.executor = FakeExecutor(
@@ -73,11 +74,13 @@ class Driver:
                     max_num_batched_tokens=max_num_batched_tokens,
                     max_num_queued_reqs=max_num_queued_reqs,
                 ),
+                recovery=recovery or RecoveryConfig(),
             ),
             self.executor,
             self.layout,
             compile_grammar=compile_fake,
             clock=self.clock,
+            pause=self.clock.advance,
             debug=True,
         )
         self.scheduler = self.engine._scheduler

@@ -39,6 +39,10 @@ from phalanx.step import (
 _MASK64 = 2**64 - 1
 
 
+class _Poisoned(Exception):
+    """A row ended the workers."""
+
+
 class PlanError(AssertionError):
     """The engine sent a plan that breaks the contract."""
 
@@ -112,7 +116,8 @@ class _Row:
 
 class FakeExecutor:
     """`lose_submit` and `lose_result` lose the workers at the next submit, or in its step; `fail_row(slot, step_id)`
-    says which rows fail; `restart_layouts` holds what the next restarts return, or raise."""
+    says which rows fail; `restart_layouts` holds what the next restarts return, or raise. A step with a row that
+    `poisons` names loses them, too."""
 
     def __init__(
         self,
@@ -128,9 +133,15 @@ class FakeExecutor:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.fail_row: Callable[[int, int], bool] = lambda slot, step_id: False
         self.failures_asked_for = False
-        self.restart_layouts: list[CacheLayout | WorkerDied] = []
+        self.restart_layouts: list[CacheLayout | Exception] = []
         self.lose_submit = False
         self.lose_result = False
+        self.poisons: Callable[[list[int]], bool] = lambda tokens: False
+        """Of a row's tokens, at the beginning of a step."""
+        self.ranks = 1
+        self.returned: str | None = None
+        self.restarts: list[int] = []
+        """Epochs."""
         self.plans: list[StepPlan] = []
         self.plan_bytes: list[int] = []
         self.keep_plans = False
@@ -165,18 +176,22 @@ class FakeExecutor:
         future = _Result()
         self.lost |= self.lose_result
         self.lose_result = False
+        if not self.lost:
+            try:
+                future.set_result(self._run(decode_plan(data)))
+            except _Poisoned:
+                self.lost = True
         if self.lost:
-            future.set_exception(WorkerDied(0, "lost in a step"))
-        else:
-            future.set_result(self._run(decode_plan(data)))
+            future.set_exception(WorkerDied(0, "lost in a step", kind="killed", silent=0.01))
         self.uncollected.append(future)
         return future
 
     def restart(self, epoch: int) -> CacheLayout:
-        check(epoch > self.epoch, "an epoch is used twice")
+        check(epoch > max([self.epoch, *self.restarts]), "an epoch is used twice")
+        self.restarts.append(epoch)
         if self.restart_layouts:
             layout = self.restart_layouts.pop(0)
-            if isinstance(layout, WorkerDied):
+            if isinstance(layout, Exception):
                 raise layout
             self.layout = layout
         self._begin(epoch)
@@ -191,8 +206,13 @@ class FakeExecutor:
     def progress(self) -> int:
         return self._last_step
 
+    @property
+    def wants_restart(self) -> str | None:
+        return self.returned
+
     def check_health(self) -> list[WorkerStatus]:
-        return []
+        state = "dead" if self.lose_submit else "ready"
+        return [WorkerStatus(rank, 1, "", "", state, f"of {self.ranks}", 1, {}) for rank in range(self.ranks)]
 
     def close(self) -> None:
         self.closed = True
@@ -213,6 +233,8 @@ class FakeExecutor:
         check(len(set(slots)) == len(slots), "a slot runs twice in a step")
         check(sum(counts) <= self.max_num_batched_tokens, "the budget of tokens is exceeded")
         check(set(admitted) <= set(slots), "a request is admitted that does not run")
+        if any(self.poisons(self.rows[slot].tokens) for slot in slots if slot in self.rows):
+            raise _Poisoned
         for index, block in zip(unpack(rows.block_rows, "H"), unpack(rows.new_blocks), strict=True):
             check(index < len(slots) and slots[index] in self.rows, "a block for a row that is not there")
             self._use(self.rows[slots[index]].table, [block])

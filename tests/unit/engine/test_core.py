@@ -207,10 +207,10 @@ def test_lost_workers_that_do_not_come_back_end_the_engine():
 
 
 def test_outputs_too_large_for_one_frame_go_in_several_and_end_only_whom_they_must(monkeypatch):
-    running = Running(gated=True)
-    running.send(submit(make_request("a", list(range(32)), max_tokens=4, prompt_logprobs=0)))
+    running = Running(gated=True, blocks=128, max_model_len=200, max_num_batched_tokens=200)
+    running.send(submit(make_request("a", list(range(64)) * 2, max_tokens=4, prompt_logprobs=0)))
     running.send(*(submit(make_request(f"b{i}", [1, 2, 3], max_tokens=4)) for i in range(6)))
-    monkeypatch.setattr(core_messages, "MAX_FRAME", 600)
+    monkeypatch.setattr(core_messages, "MAX_FRAME", 1000)
     running.let(1000)
     found = running.outputs_until("a", *(f"b{i}" for i in range(6)))
     refused = next(output for output in found["a"] if output.finish_reason is not None)

@@ -7,9 +7,10 @@ import threading
 import numpy as np
 import pytest
 
-from phalanx.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from phalanx.engine.engine import MAX_RECOVERIES, Engine
-from phalanx.errors import ContextLengthExceeded, EngineDead, InvalidRequest, QueueFull
+from phalanx.config import CacheConfig, EngineConfig, ModelConfig, RecoveryConfig, SchedulerConfig
+from phalanx.engine.engine import Engine
+from phalanx.engine.recovery import BACK_OFF_S, MAX_TRIES
+from phalanx.errors import ContextLengthExceeded, EngineDead, InvalidRequest, QueueFull, Recovering
 from phalanx.executor.base import CacheLayout, WorkerDied
 from phalanx.sampling_params import StructuredOutputs
 from tests.helpers.engine_driver import VOCAB, Driver, make_request
@@ -335,24 +336,63 @@ def test_after_a_loss_everyone_goes_on_where_he_was(window: int, moment: str) ->
     while driver.engine.status().epoch == 0:
         driver.step()
     status = driver.engine.status()
-    assert (status.epoch, status.state, status.running) == (1, "ready", 0)
+    assert (status.epoch, status.state, status.running) == (1, "recovering", 0)
     assert status.free_blocks == status.blocks
     driver.drain()
+    assert driver.engine.status().state == "ready"
 
 
-def test_a_shrunken_cache_refuses_only_what_no_longer_fits() -> None:
-    driver = Driver(blocks=32, block_size=4)
+def shrunken(*, recovery_timeout: float = 600.0) -> Driver:
+    """An engine whose cache has room for 32 tokens any more, with a request that comes to 38 and is at 32."""
+    driver = Driver(blocks=32, block_size=4, recovery=RecoveryConfig(recovery_timeout=recovery_timeout))
     driver.ask("small", [1] * 8, max_tokens=8)
-    driver.ask("large", [2] * 30, max_tokens=8).may_end.add("error")
+    driver.ask("large", [2] * 30, max_tokens=8)
     driver.step()
     driver.executor.restart_layouts = [CacheLayout(8, 4, 1, VOCAB)]
     driver.executor.lose_submit = True
-    driver.step()
-    error = driver.answers["large"].output
-    assert error is not None
-    assert error.error is not None
-    assert "KV cache holds 32" in error.error.message
+    while driver.answers["small"].reason is None or not driver.scheduler.parked:
+        driver.step()
     assert driver.engine.status().blocks == 8
+    return driver
+
+
+def test_what_a_shrunken_cache_cannot_hold_goes_as_far_as_it_can_and_waits_for_a_larger_one() -> None:
+    driver = shrunken()
+    large = driver.answers["large"]
+    assert len(large.tokens) == 3  # 33 tokens are known and 32 have room
+    status = driver.engine.status()
+    assert (status.state, status.running, status.waiting) == ("ready", 0, 1)
+    before = driver.clock.now
+    driver.step()
+    assert driver.clock.now - before > 0.02, "a loop with nothing to do spins"
+    with pytest.raises(Recovering, match="since workers were lost the KV cache holds 32"):
+        driver.ask("as large", [2] * 30, max_tokens=8)
+    driver.executor.restart_layouts = [CacheLayout(32, 4, 1, VOCAB)]
+    driver.executor.returned = "Rank 1 on host2"
+    for _ in range(100):
+        driver.step()
+        if driver.executor.restarts[-1] == 2:
+            driver.executor.returned = None
+    driver.drain()
+    assert driver.engine.status().recoveries[-1].kind == "regained"
+
+
+def test_what_waits_for_a_larger_cache_in_vain_is_told_so() -> None:
+    driver = shrunken(recovery_timeout=5.0)
+    large = driver.answers["large"]
+    large.may_end.add("error")
+    begin = driver.clock.now
+    driver.drain()
+    assert driver.clock.now - begin == pytest.approx(5.0, abs=0.2)
+    assert large.output is not None
+    assert large.output.error is not None
+    assert (large.output.error.status, large.output.error.retry_after is None) == (503, False)
+    assert "come to 33 tokens" in large.output.error.message
+
+
+def test_what_waits_for_a_larger_cache_can_be_aborted() -> None:
+    driver = shrunken()
+    driver.abort("large")
     driver.drain()
 
 
@@ -368,11 +408,16 @@ def test_a_cache_that_shrinks_while_a_grammar_compiles() -> None:
     engine.add(make_request("plain", [1]))
     executor = engine._executor
     assert isinstance(executor, FakeExecutor)
-    executor.restart_layouts = [CacheLayout(8, 4, 1, VOCAB)]
+    executor.restart_layouts = [CacheLayout(4, 4, 1, VOCAB)]
     executor.lose_submit = True
-    engine.step()
+    while engine.status().state != "ready" or engine.status().epoch == 0:
+        engine.step()
     compiled.set()
-    assert run(engine)["grammar"] == ["error"]
+    while not engine._scheduler.parked:
+        engine.step()
+    executor.restart_layouts = [CacheLayout(32, 4, 1, VOCAB)]
+    engine.recover(WorkerDied(0, "lost again"))
+    assert run(engine)["grammar"][-1] == "stop"
 
 
 def test_cached_tokens_are_counted_in_the_prompt_only() -> None:
@@ -387,40 +432,44 @@ def test_cached_tokens_are_counted_in_the_prompt_only() -> None:
 
 def test_losses_without_progress_end_every_request_and_then_the_engine() -> None:
     driver = Driver()
+    driver.executor.poisons = lambda tokens: True
     for number in range(3):
         driver.ask(str(number), [number + 1]).may_end.add("error")
+    driver.executor.restart_layouts = [RuntimeError("no such device")] * (MAX_TRIES - 1)
+    begin = driver.clock.now
     outputs = []
-    for loss in range(MAX_RECOVERIES + 1):
-        assert driver.engine.status().state == "ready", loss
-        driver.executor.lose_submit = True
+    while driver.engine.status().state != "failed":
         outputs += driver.step()
+    assert driver.clock.now - begin > sum(BACK_OFF_S)
     assert [output.error.status for output in outputs if output.error] == [503] * 3
-    assert driver.engine.status().state == "failed"
     assert driver.engine.has_work
     for call in (driver.engine.step, lambda: driver.engine.add(make_request("new", [1]))):
-        with pytest.raises(EngineDead, match="lost at submit"):
+        with pytest.raises(EngineDead, match="lost in a step"):
             call()
+    assert len(driver.executor.restarts) == MAX_TRIES
 
 
 def test_a_committed_token_forgives_earlier_losses() -> None:
     driver = Driver()
-    driver.ask("a", [1, 2], max_tokens=20)
-    for _ in range(3 * MAX_RECOVERIES):
+    driver.ask("a", [1, 2], max_tokens=46)
+    for loss in range(2 * MAX_TRIES):
         driver.executor.lose_result = True
-        driver.step()
-        driver.step()
+        while driver.engine.status().state != "ready" or driver.engine.status().epoch == loss:
+            driver.step()
+        driver.step()  # two tokens in all
     driver.drain()
-    assert driver.engine.status().epoch == 3 * MAX_RECOVERIES
+    assert driver.engine.status().epoch == 2 * MAX_TRIES
 
 
 def test_workers_that_cannot_be_restarted_are_tried_a_few_times() -> None:
     driver = Driver()
-    driver.ask("a", [1]).may_end.add("error")
-    driver.executor.restart_layouts = [WorkerDied(1, "no memory")] * (MAX_RECOVERIES - 1)
+    driver.ask("a", [1])
+    driver.executor.restart_layouts = [WorkerDied(1, "no memory", kind="out_of_memory")] * (MAX_TRIES - 1)
     driver.executor.lose_submit = True
-    driver.step()
-    assert driver.engine.status().epoch == MAX_RECOVERIES
     driver.drain()
+    status = driver.engine.status()
+    assert (status.epoch, status.state) == (MAX_TRIES, "ready")
+    assert status.failures == {"failed": 1, "out_of_memory": MAX_TRIES - 1}
 
 
 def test_status_counts() -> None:
