@@ -189,7 +189,9 @@ class Engine:
         if what is not None:
             self._take_in(what)
             return
-        scheduler.only = self._quarantine.alone
+        while (alone := self._quarantine.alone) is not None and alone in scheduler.parked:
+            self._quarantine.ended(alone)  # it cannot be tried now, and nobody shall wait for that
+        scheduler.only = alone
         while len(self._in_flight) < self._executor.max_in_flight:
             plan = scheduler.schedule(self._clock())
             if plan is None:
