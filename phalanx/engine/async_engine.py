@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineClient, EngineInfo, EngineStatus
+from phalanx.engine.client import EngineClient, EngineInfo, EngineLost, EngineStatus
 from phalanx.engine.input_processor import InputProcessor, check_text
 from phalanx.engine.output_processor import OutputProcessor
 from phalanx.engine.request_stream import RequestStream
@@ -60,7 +60,7 @@ class AsyncEngine:
     """
 
     info: EngineInfo
-    """Set by `start`."""
+    """Set by `start`, and again by each engine process that takes the place of a lost one."""
     tokenizer: Tokenizer
     """Set by `start`."""
 
@@ -118,6 +118,9 @@ class AsyncEngine:
         from phalanx.engine.replica import Replica
         from phalanx.engine.resolution import for_engine
 
+        prepared: tuple[EngineConfig, str] | None = None
+        ranks = self.config.parallel.forks_ranks
+        lives = itertools.count(2)
         loop = asyncio.get_running_loop()
 
         def report(what: str, done: int, total: int) -> None:  # called on a thread
@@ -126,14 +129,31 @@ class AsyncEngine:
             if progress is not None:
                 loop.call_soon_threadsafe(progress, "download", done / total if total else 0.0)
 
+        def another() -> Replica:
+            """For one that is lost."""
+            replica = Replica(life=next(lives))
+            if prepared is not None:
+                replica.configure(*prepared)
+            replica.spawn(ranks=ranks)
+            return replica
+
         replica = Replica(progress=progress)
-        self._client = Router([replica])
+        scheduler = self.config.scheduler
+        self._client = Router(
+            [replica],
+            make=another,
+            recovery=self.config.recovery,
+            places=scheduler.max_num_queued_reqs + scheduler.max_num_seqs,
+            at_once=scheduler.max_num_seqs,
+            renewed=self._renewed,
+        )
         # First of all: importing torch there takes longer than everything here.
-        replica.spawn(ranks=self.config.parallel.forks_ranks)
+        replica.spawn(ranks=ranks)
         # A thread of its own that nobody waits for at exit: a slow download must not hold up Ctrl-C.
         checkpoint, self.config = await _in_daemon_thread(partial(self._locate, report))
         self.checkpoint = checkpoint
-        replica.configure(*await self._in_thread(partial(for_engine, self.config, checkpoint)))
+        prepared = await self._in_thread(partial(for_engine, self.config, checkpoint))
+        replica.configure(*prepared)
         started = asyncio.ensure_future(self._client.start())
         try:
             await self._in_thread(self._load_text)
@@ -142,6 +162,10 @@ class AsyncEngine:
             await asyncio.gather(started, return_exceptions=True)
             raise
         return await started
+
+    def _renewed(self, info: EngineInfo) -> None:
+        """A new engine process took the place of a lost one."""
+        self.info = info
 
     async def _start_given(self) -> EngineInfo:
         client = self._client
@@ -275,6 +299,12 @@ class AsyncEngine:
         if self._state == "draining" and status.state == "ready":
             return msgspec.structs.replace(status, state="draining")
         return status
+
+    async def lost(self) -> EngineLost:
+        """Returns, with the reason, when the engine is lost for good: nothing was or will be recovered any more."""
+        if self._client is None:
+            raise EngineDead("The engine is not started.")
+        return await self._client.lost()
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and wait for those that run. False when some still ran after `timeout` seconds."""

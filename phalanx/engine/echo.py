@@ -11,15 +11,23 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 
-from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, request_error
-from phalanx.errors import Draining, EngineDead, QueueFull
+from phalanx.engine.client import (
+    EngineInfo,
+    EngineLost,
+    EngineOutput,
+    EngineRequest,
+    EngineStatus,
+    request_error,
+)
+from phalanx.errors import Draining, PhalanxError, QueueFull
 from phalanx.step import TokenLogprobs, pack
 
 
 class EchoEngine:
     """One token a step for each request, every `delay` seconds (0 yields to the event loop only).
 
-    `max_requests` refuses more with QueueFull; after `die_after` tokens in all the engine is lost, as if killed.
+    `max_requests` refuses more with QueueFull; after `die_after` tokens in all the engine is lost, as if killed, and so
+    it is by a request that would draw the token `poison`. `refuse_to_start` is raised by `start`.
     """
 
     def __init__(
@@ -31,6 +39,8 @@ class EchoEngine:
         delay: float = 0.0,
         max_requests: int = 100_000,
         die_after: int | None = None,
+        poison: int | None = None,
+        refuse_to_start: PhalanxError | None = None,
     ):
         self._info = EngineInfo(
             model=model,
@@ -49,6 +59,9 @@ class EchoEngine:
         self.delay = delay
         self._max_requests = max_requests
         self._tokens_left = die_after
+        self._poison = poison
+        self._refuse_to_start = refuse_to_start
+        self._gone = asyncio.Event()
         self._running: dict[str, bool] = {}
         """Request id to whether it was aborted."""
         self._idle = asyncio.Event()
@@ -57,6 +70,8 @@ class EchoEngine:
         """Everything ever accepted, for tests to look at."""
 
     async def start(self) -> EngineInfo:
+        if self._refuse_to_start is not None:
+            raise self._refuse_to_start
         self._set_state("ready")
         return self._info
 
@@ -93,6 +108,9 @@ class EchoEngine:
     def _step(self, request: EngineRequest, position: int, *, first: bool) -> EngineOutput:
         sampling, prompt = request.sampling, request.prompt_token_ids
         token = prompt[position % len(prompt)]
+        if token == self._poison:
+            self.die("it met its poison")
+            self._check_alive()
         if self._tokens_left is not None:
             self._tokens_left -= 1
         self._status.step += 1
@@ -123,6 +141,11 @@ class EchoEngine:
     def die(self, cause: str = "it was told to") -> None:
         """Be lost at once, as a killed engine is: every stream raises EngineDead at its next token."""
         self._set_state("failed", cause)
+        self._gone.set()
+
+    async def lost(self) -> EngineLost:
+        await self._gone.wait()
+        return EngineLost(f"The engine is gone: {self._status.cause}.", self._status.cause or "", kind="killed")
 
     def status(self) -> EngineStatus:
         self._status.running = len(self._running)
@@ -141,7 +164,8 @@ class EchoEngine:
         return True
 
     async def close(self) -> None:
-        self._set_state("failed", "closed")
+        if self._status.state != "failed":
+            self.die("closed")
 
     def _set_state(self, state: str, cause: str | None = None) -> None:
         self._status.state, self._status.cause, self._status.since = state, cause, time.time()
@@ -150,7 +174,7 @@ class EchoEngine:
         if self._tokens_left is not None and self._tokens_left <= 0 and self._status.state != "failed":
             self.die("its tokens are used up")
         if self._status.state == "failed":
-            raise EngineDead(f"The engine is gone: {self._status.cause}.")
+            raise EngineLost(f"The engine is gone: {self._status.cause}.", self._status.cause or "", kind="killed")
 
 
 def _certain(token: int, alternatives: int) -> TokenLogprobs:

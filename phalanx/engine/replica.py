@@ -1,6 +1,7 @@
 """`Replica`: an `EngineClient` that starts one engine process and speaks to it over a socket pair.
 
-Guarantees: the death of the process is noticed at once and ends every stream with EngineDead; a slow reader delays
+Guarantees: the death of the process is noticed at once and ends every stream with EngineDead; one that hangs is ended
+and counts as dead (with recovery switched off it is only called failed, until it moves again); a slow reader delays
 nobody, what it has not taken is merged; after `close` the process is gone and reaped. Does not restart an engine and
 does not know text.
 """
@@ -22,9 +23,10 @@ import msgspec
 
 from phalanx import env
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, request_error
+from phalanx.engine.client import EngineInfo, EngineLost, EngineOutput, EngineRequest, EngineStatus, request_error
 from phalanx.engine.core_messages import (
     Abort,
+    Beat,
     BrokenFrame,
     Fatal,
     FromEngine,
@@ -41,17 +43,21 @@ from phalanx.engine.core_messages import (
     loading_error,
     submit,
 )
+from phalanx.engine.patience import LOOK_S, Patience
 from phalanx.errors import Draining, EngineDead, InvalidRequest
 from phalanx.executor.base import LoadProgress
+from phalanx.executor.death import MemoryKills, describe
 
 log = logging.getLogger(__name__)
 
-_IDLE_PATIENCE = 5.0
-"""Seconds without a heartbeat after which an idle engine counts as hung."""
-_STEP_PATIENCE = 60.0
-"""The same for a busy one, whose heartbeats come between steps; ten times its slowest step when that is more."""
 _GRACE = 1.0
 """Seconds that the process has to end itself in `close`."""
+_QUIET_S = 1.0
+"""An engine silent for so long is not called ready, though it need not be lost."""
+_LOADING_SILENCE_S = 15.0
+"""While the model loads native code may hold the interpreter for longer, and with it the thread that beats."""
+_COUNT_S = 2.0
+"""Between two looks at how many processes the kernel has ended for want of memory."""
 
 
 class _Mailbox:
@@ -104,8 +110,10 @@ def merged(outputs: list[EngineOutput]) -> EngineOutput:
 class Replica:
     """One engine process. `spawn` may be called early, before there is a configuration; then `configure`, `start`."""
 
-    def __init__(self, *, progress: LoadProgress | None = None):
+    def __init__(self, *, progress: LoadProgress | None = None, life: int = 1):
+        """`life` counts the processes in this one's place."""
         self._progress = progress
+        self._life = life
         self._start: Start | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -116,9 +124,13 @@ class Replica:
         self._idle = asyncio.Event()
         self._idle.set()
         self._status = EngineStatus(state="loading", since=time.time(), heartbeat=time.time())
-        self._heard = time.monotonic()
-        self._slowest = 0.0
-        self._lost: EngineDead | None = None
+        self._patience = Patience(0.0, time.monotonic())
+        self._watching: asyncio.Task[None] | None = None
+        self._hung: str | None = None
+        """Why it was ended, or, when it must not be, what is wrong with it now."""
+        self._memory_kills = MemoryKills()
+        self._lost: EngineLost | None = None
+        self._gone = asyncio.Event()
         self._draining = False
         self._closed = False
 
@@ -132,7 +144,7 @@ class Replica:
         Call it on the event loop's thread: on Linux the process ends with the thread that started it."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "phalanx.engine.core"]  # -P: the current folder is no place for modules
-        command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+        command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid()), "--life", str(self._life)]
         command += ["--ranks"] if ranks else []
         with theirs:
             # Standard output is the caller's; whatever libraries print goes to standard error. A process group of its
@@ -165,20 +177,29 @@ class Replica:
         except BaseException:
             await self.close()
             raise
-        self._status, self._heard = started.status, time.monotonic()
+        self._status = started.status
+        self._patience = Patience(self._start.config.recovery.hang_timeout, time.monotonic())
         self._reading = asyncio.create_task(self._read())
+        self._watching = asyncio.create_task(self._watch(may_end_it=self._start.config.recovery.enable_recovery))
         return started.info
 
     async def _loaded(self) -> Started:
+        patience = None
         while True:
             try:
-                message = await self._receive()
+                async with asyncio.timeout(patience):
+                    message = await self._receive()
+            except TimeoutError:
+                self._hung = f"it has not answered for {patience or 0:.0f} s"
+                raise await self._death(None, "while loading the model") from None
             except (EOFError, OSError, BrokenFrame) as error:
                 raise await self._death(error, "while loading the model") from None
             if isinstance(message, Started):
                 return message
             if isinstance(message, LoadFailed):
                 raise loading_error(message)
+            if isinstance(message, Beat) and self._start is not None:  # from the first one on they come steadily
+                patience = max(_LOADING_SILENCE_S, 1.5 * self._start.config.recovery.hang_timeout)
             if isinstance(message, Progress) and self._progress is not None:
                 self._progress(message.phase, message.share)
 
@@ -209,17 +230,34 @@ class Replica:
             except (EOFError, OSError, BrokenFrame) as error:
                 cause = error
                 break
-            now = time.monotonic()
-            if self._mailboxes:
-                self._slowest = max(self._slowest, now - self._heard)
-            self._heard = now
+            self._patience.heard(time.monotonic())
             if isinstance(message, Fatal):
                 cause = RuntimeError(message.cause)
             elif isinstance(message, Outputs):
                 self._deliver(message)
+            elif isinstance(message, Beat):
+                self._status = status = message.status
+                warm = status.computed_tokens > 0
+                self._patience.moved(message.turns, message.progress, hang_bound=status.hang_bound, warm=warm)
         self._fail_all(await self._death(cause, ""))
 
+    async def _watch(self, *, may_end_it: bool) -> None:
+        """Look after the engine from now on; it is ended when it hangs."""
+        counted = -_COUNT_S
+        while self._lost is None:
+            now = time.monotonic()
+            if now - counted >= _COUNT_S:
+                counted = now
+                self._memory_kills.look([self.pid] if self.pid is not None else [])
+            self._hung = self._patience.look(now)
+            if self._hung is not None and may_end_it and self._process is not None:
+                self._process.kill()  # `_read` sees its end
+                return
+            await asyncio.sleep(LOOK_S)
+
     def _deliver(self, message: Outputs) -> None:
+        if message.outputs:
+            self._patience.advanced()
         if message.status is not None:
             self._status = message.status
         for output in message.outputs:
@@ -227,32 +265,42 @@ class Replica:
             if mailbox is not None:  # else it was aborted in the meantime
                 mailbox.put(output)
 
-    async def _death(self, cause: BaseException | None, when: str) -> EngineDead:
+    async def _death(self, cause: BaseException | None, when: str) -> EngineLost:
         """What became of the process, in words. Ends it if it still lives."""
-        reason = "it was closed" if self._closed else "it closed the connection"
-        if isinstance(cause, BrokenFrame):
-            reason = f"it sent something that is no message ({cause})"
-        elif isinstance(cause, RuntimeError):
-            reason = f"it gave up ({cause})"
-        await self._end(0.5 if cause is None or isinstance(cause, EOFError | OSError) else 0.0)
+        ended = cause is None or isinstance(cause, EOFError | OSError)
+        await self._end(0.5 if ended and self._hung is None else 0.0)
         code = self._process.returncode if self._process is not None else None
-        fix = "The log says more; restart the server."
-        if not self._closed and code is not None and isinstance(cause, EOFError | OSError):
-            reason = f"it ended with status {code}"
-            if code < 0:
-                reason = f"it was killed by {_signal_name(-code)}"
-                if code == -signal.SIGKILL:
-                    fix = (
-                        "The system does this when memory runs out: look at its log, or give the KV cache less memory."
-                    )
-        return EngineDead(f"The engine process is gone{' ' * bool(when)}{when}: {reason}.", fix=fix)
+        fix, kind = "The log says more; restart the server.", "failed"
+        silent = time.monotonic() - self._patience.last_heard
+        if self._closed:
+            reason, kind = "it was closed", "ended"
+        elif self._hung is not None:
+            reason, kind = f"{self._hung}, so it was ended", "hung"
+        elif not ended:
+            said = f"it sent something that is no message ({cause})"
+            reason = said if isinstance(cause, BrokenFrame) else f"it gave up ({cause})"
+        elif code is None:
+            reason = "it closed the connection"
+        else:
+            memory = self._memory_kills.blame(self.pid or 0) if code == -signal.SIGKILL else None
+            reason = describe(-code if code < 0 else code << 8, memory)
+            kind = "ended" if code >= 0 else "killed" if memory is None else "out_of_memory"
+            if code == -signal.SIGKILL:
+                fix = "The system does this when memory runs out: look at its log, or give the KV cache less memory."
+        message = f"The engine process is gone{' ' * bool(when)}{when}: {reason}."
+        return EngineLost(message, reason, kind=kind, silent=silent, fix=fix)
 
-    def _fail_all(self, error: EngineDead) -> None:
+    def _fail_all(self, error: EngineLost) -> None:
+        if self._lost is None and not self._closed:
+            log.debug("%s", error)
         self._lost = error
-        if not self._closed:
-            log.error("%s", error)
         for mailbox in self._mailboxes.values():
             mailbox.fail(error)
+        self._gone.set()
+
+    async def lost(self) -> EngineLost:
+        await self._gone.wait()
+        return self._lost or _closed()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         if self._lost is not None:
@@ -294,12 +342,14 @@ class Replica:
 
     def status(self) -> EngineStatus:
         status = msgspec.structs.replace(self._status)
-        silent = time.monotonic() - self._heard
-        patience = max(_STEP_PATIENCE, 10 * self._slowest) if self._mailboxes else _IDLE_PATIENCE
+        status.hang_bound = status.hang_bound or self._patience.hang_bound
         if self._lost is not None or self._closed:
             status.state, status.cause = "failed", self._lost.message if self._lost is not None else "closed"
-        elif self._reading is not None and silent > patience:
-            status.state, status.cause = "failed", f"The engine has not answered for {silent:.0f} s."
+        elif self._hung is not None:
+            status.state, status.cause = "failed", f"The engine hangs: {self._hung}."
+        elif self._watching is not None and self._patience.silent > _QUIET_S and status.state == "ready":
+            status.state = "recovering"
+            status.cause = f"The engine has not answered for {self._patience.silent:.0f} s."
         elif self._draining:
             status.state = "draining"
         return status
@@ -320,10 +370,11 @@ class Replica:
             self._post(Shutdown())
         self._closed = True
         await self._end(_GRACE if loaded else 0.0)
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
-        self._fail_all(self._lost or EngineDead("The engine is closed."))
+        tasks = [task for task in (self._reading, self._watching) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fail_all(self._lost or _closed())
         if self._writer is not None:
             self._writer.close()
         if self._socket is not None:
@@ -348,8 +399,5 @@ def _wait(process: subprocess.Popen[bytes], seconds: float | None) -> None:
         process.wait(seconds)
 
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+def _closed() -> EngineLost:
+    return EngineLost("The engine is closed.", "it was closed", kind="ended")

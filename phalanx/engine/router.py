@@ -1,175 +1,347 @@
 """`Router`: one `EngineClient` over several. It sends each request to the engine with the least outstanding work and
 keeps a cursor on it, so that a request outlives its engine.
 
-When an engine is lost, each of its unfinished requests goes to another live one as prompt and tokens delivered so far,
-and the stream goes on at the cursor: nothing is repeated, nothing is lost. When no engine is left, the stream ends with
-EngineDead. Does not restart engines and does not look into prompts.
+When an engine is lost, each of its unfinished requests goes to another one, or to the next life of the same, as prompt
+and tokens delivered so far, and the stream goes on at the cursor: nothing is repeated, nothing is lost. While no engine
+is there, requests wait here: as many as would have had a place, and new ones too. One that was at work whenever an
+engine was lost is tried alone, then refused alone. When nothing helps, streams end with EngineDead. Does not look into
+prompts; what happens to a lost engine is the business of `Lives`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
-import msgspec
-
-from phalanx.engine.client import EngineClient, EngineInfo, EngineOutput, EngineRequest, EngineStatus
-from phalanx.errors import EngineDead, PhalanxError
+from phalanx.config import RecoveryConfig
+from phalanx.engine.client import (
+    EngineClient,
+    EngineInfo,
+    EngineLost,
+    EngineOutput,
+    EngineRequest,
+    EngineStatus,
+    Recovery,
+    request_error,
+)
+from phalanx.engine.cursor import Cursor
+from phalanx.engine.lives import SUMMED, Lives, Unfinished, added
+from phalanx.engine.poison import Quarantine, refusal
+from phalanx.engine.recovery import KEPT
+from phalanx.errors import EngineDead, InvalidRequest, PhalanxError, QueueFull, Recovering
 
 log = logging.getLogger(__name__)
 
+_LAST_WORDS_S = 5.0
+"""An engine that has called itself dead may still take so long to be gone."""
+_RETRY_AFTER_S = 10.0
+"""While memory is missing, nobody knows for how long."""
 
-@dataclass(eq=False)
+
 class _Engine:
-    client: EngineClient
-    outstanding: int = 0
-    """Tokens that the requests sent there may still need: prompt tokens to compute and output tokens to make."""
-
-
-@dataclass
-class _Cursor:
-    """How far one request is delivered."""
-
-    request: EngineRequest
-    delivered: list[int]
-    prompt_logprobs: int = 0
-    """Entries delivered."""
-    skip_prompt_logprobs: int = 0
-    """Entries that the present engine will repeat."""
-    accepted: bool = False
-    finished: bool = False
-
-    def accept(self, output: EngineOutput) -> EngineOutput | None:
-        """What of `output` is new, or None. Raises PhalanxError on a gap."""
-        known = len(self.delivered) - output.start
-        if known < 0:
-            raise PhalanxError(
-                f"Tokens of an answer were lost on the way: expected number {len(self.delivered)}, got {output.start}.",
-                fix="This is a bug in Phalanx; please report it with the log.",
-            )
-        repeated = min(self.skip_prompt_logprobs, len(output.prompt_logprobs or ()))
-        acknowledgement = not output.token_ids and output.finish_reason is None and not output.prompt_logprobs
-        if acknowledgement and self.accepted:
-            return None
-        if known or repeated:
-            output = msgspec.structs.replace(
-                output,
-                start=output.start + min(known, len(output.token_ids)),
-                token_ids=output.token_ids[known:],
-                logprobs=output.logprobs[known:] if output.logprobs is not None else None,
-                prompt_logprobs=(output.prompt_logprobs or [])[repeated:] or None,
-            )
-        self.skip_prompt_logprobs -= repeated
-        self.prompt_logprobs += len(output.prompt_logprobs or ())
-        self.delivered += output.token_ids
-        self.accepted = True
-        self.finished = output.finish_reason is not None
-        return output
-
-    def resume(self) -> EngineRequest:
-        """The request for another engine to go on with."""
-        self.skip_prompt_logprobs = self.prompt_logprobs
-        sampling = self.request.sampling
-        if sampling.prompt_logprobs is not None and self.prompt_logprobs >= len(self.request.prompt_token_ids) - 1:
-            # All delivered: without the wish the new engine may use its prefix cache.
-            sampling = dataclasses.replace(sampling, prompt_logprobs=None)
-            self.skip_prompt_logprobs = 0
-        return msgspec.structs.replace(self.request, sampling=sampling, output_token_ids=tuple(self.delivered))
+    def __init__(self) -> None:
+        self.lives: Lives
+        self.outstanding = 0
+        """Tokens that the requests sent there may still need: prompt tokens to compute and output tokens to make."""
+        self.members: dict[str, Cursor] = {}
+        """Requests that its present life has, oldest first."""
 
 
 class Router:
-    """An `EngineClient`. `clients` must not be empty; it starts, drains and closes them all."""
+    """An `EngineClient`. `clients` must not be empty; it starts, drains and closes them all.
 
-    def __init__(self, clients: Sequence[EngineClient]):
+    `make` gives another client for one that is lost (all are alike); `places` is how many requests may wait here while
+    no engine is there, `at_once` how many an engine runs at a time. `renewed` is called with the facts of each new
+    engine process."""
+
+    def __init__(
+        self,
+        clients: Sequence[EngineClient],
+        *,
+        make: Callable[[], EngineClient] | None = None,
+        recovery: RecoveryConfig | None = None,
+        places: int = 2048,
+        at_once: int = 256,
+        renewed: Callable[[EngineInfo], None] = lambda info: None,
+    ):
         if not clients:
             raise ValueError("a router needs at least one engine")
-        self._engines = [_Engine(client) for client in clients]
-        self._home: dict[str, _Engine] = {}
+        self._engines: list[_Engine] = []
+        for client in clients:
+            engine = _Engine()
+            engine.lives = Lives(
+                client,
+                make,
+                recovery or RecoveryConfig(),
+                lost=partial(self._lost, engine),
+                at_work=partial(self._at_work, engine),
+                changed=self._wake,
+                renewed=renewed,
+            )
+            self._engines.append(engine)
+        self._places = places
+        self._at_once = at_once
+        self._cursors: dict[str, Cursor] = {}
+        """Every unfinished request."""
+        self._waiting = 0
+        """Of them, those that have waited until something changes."""
+        self._quarantine = Quarantine()
+        self._cell = self._engines[0]
+        """Where suspects are tried."""
+        self._refused: set[str] = set()
+        self._changed = asyncio.Event()
+
+    @property
+    def clients(self) -> list[EngineClient]:
+        """Those in use now."""
+        return [engine.lives.client for engine in self._engines]
 
     async def start(self) -> EngineInfo:
-        infos = await asyncio.gather(*(engine.client.start() for engine in self._engines))
+        infos = await asyncio.gather(*(engine.lives.start() for engine in self._engines))
         return infos[0]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        cursor = _Cursor(request, list(request.output_token_ids))
-        tried: set[_Engine] = set()
-        lost: EngineDead | None = None
-        refused: EngineOutput | None = None
-        while (engine := self._choose(tried)) is not None:
-            tried.add(engine)
-            if lost is not None:
-                log.warning("request %s goes on elsewhere after %d tokens", request.request_id, len(cursor.delivered))
-            try:
-                async with aclosing(self._run(engine, cursor)) as outputs:
-                    async for output in outputs:
-                        if output.error is not None and output.error.status == 503:
-                            refused = output  # full or shutting down: another engine may take it
-                            break
-                        yield output
-                    else:
+        rid, cursor = request.request_id, Cursor.of(request)
+        if rid in self._cursors:
+            raise InvalidRequest(f"A request with the id '{rid}' is running.")
+        self._cursors[rid] = cursor
+        failed: set[EngineClient] = set()
+        full: dict[_Engine, EngineOutput] = {}
+        try:
+            while True:
+                if cursor.aborted or rid in self._refused:
+                    yield self._ending(cursor)
+                    return
+                engine = self._choose(cursor, failed, full)
+                if engine is None:
+                    last_words = self._unless_it_may_wait(cursor, failed, full)
+                    if last_words is not None:
+                        yield last_words
                         return
-            except EngineDead as error:
-                lost = error
-        if refused is not None:
-            yield refused
-            return
-        raise lost or EngineDead("The engine is gone.", fix="Its log has the cause; restart it.")
+                    if not cursor.accepted:
+                        cursor.accepted = True
+                        yield EngineOutput(rid, len(cursor.delivered))
+                        continue  # time has passed
+                    await self._wait(failed)
+                    full.clear()
+                    continue
+                client = engine.lives.client
+                try:
+                    async with aclosing(self._run(engine, cursor)) as outputs:
+                        async for output in outputs:
+                            if output.error is not None and output.error.status == 503:
+                                # Full or shutting down: another engine may take it. Or it calls itself dead.
+                                if output.error.retry_after is None:
+                                    failed.add(client)
+                                full[engine] = output
+                                break
+                            yield output
+                            if self._must_leave(engine, rid):
+                                break
+                        else:
+                            return
+                except EngineDead as error:
+                    failed.add(client)
+                    if isinstance(error, EngineLost):
+                        engine.lives.note(client, error)
+        finally:
+            del self._cursors[rid]
+            self._refused.discard(rid)
+            self._forget(rid)
 
-    async def _run(self, engine: _Engine, cursor: _Cursor) -> AsyncGenerator[EngineOutput, None]:
+    async def _run(self, engine: _Engine, cursor: Cursor) -> AsyncGenerator[EngineOutput, None]:
+        """What one life of `engine` has to say that is new. Raises EngineDead."""
         request = cursor.resume() if cursor.accepted else cursor.request
+        rid, lives, client, members = request.request_id, engine.lives, engine.lives.client, engine.members
         work = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
         engine.outstanding += work
-        self._home[request.request_id] = engine
+        members[rid] = cursor
         try:
-            stream = cast("AsyncGenerator[EngineOutput, None]", engine.client.generate(request))
+            stream = cast("AsyncGenerator[EngineOutput, None]", client.generate(request))
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     if output.error is not None:
                         yield output
                         return
                     new = cursor.accept(output)
+                    if new is not None and new.token_ids:
+                        self._made(rid, len(new.token_ids), lives if lives.client is client else None)
                     if new is not None:
                         yield new
                     if cursor.finished:
                         return
             raise EngineDead("The engine ended the answer without saying why.")
+        except EngineLost:
+            members = {}  # it stays a member until `_lost` has counted it
+            raise
         finally:
             engine.outstanding -= work
-            self._home.pop(request.request_id, None)
+            if members.pop(rid, None) is not None and self._waiting:
+                self._wake()
 
-    def _choose(self, tried: set[_Engine]) -> _Engine | None:
-        """The engine with the least outstanding work among those not tried that look alive; draining ones come last."""
+    # Who goes where
+
+    def _choose(self, cursor: Cursor, failed: set[EngineClient], full: dict[_Engine, EngineOutput]) -> _Engine | None:
+        """The engine with the least outstanding work among those that may take the request; draining ones come last."""
         best: _Engine | None = None
         best_rank: tuple[bool, int] | None = None
         for engine in self._engines:
-            state = engine.client.status().state
-            if engine in tried or state == "failed":
+            client = engine.lives.client
+            if engine in full or client in failed or not engine.lives.usable or not self._admits(engine, cursor):
                 continue
-            rank = (state == "draining", engine.outstanding)
+            rank = (client.status().state == "draining", engine.outstanding)
             if best_rank is None or rank < best_rank:
                 best, best_rank = engine, rank
         return best
 
+    def _admits(self, engine: _Engine, cursor: Cursor) -> bool:
+        """While there are suspects, one engine is theirs, one at a time."""
+        alone = self._quarantine.alone
+        if alone is None:
+            return True
+        if cursor.request_id == alone:
+            return engine is self._cell and not engine.members
+        return engine is not self._cell
+
+    def _must_leave(self, engine: _Engine, request_id: str) -> bool:
+        """Whether a request has to make room for a suspect; it goes on later."""
+        alone = self._quarantine.alone
+        return alone is not None and engine is self._cell and alone != request_id
+
+    def _unless_it_may_wait(
+        self, cursor: Cursor, failed: set[EngineClient], full: dict[_Engine, EngineOutput]
+    ) -> EngineOutput | None:
+        """None when a request that no engine takes now is to wait here; else its last output. Raises EngineDead."""
+        lives = [engine.lives for engine in self._engines]
+        returning = [each for each in lives if each.comes_back]
+        able = [each for each in self._engines if each.lives.usable and each.lives.client not in failed]
+        if not returning and not able and not any(each.usable for each in lives):
+            raise next((each.gone for each in lives if each.gone is not None), None) or EngineDead(
+                "The engine is gone."
+            )
+        if cursor.accepted:
+            if not returning and all(each.lives.client.status().state == "draining" for each in able) and full:
+                return next(iter(full.values()))
+            return None
+        if able and all(engine in full for engine in able) and not returning:
+            return next(iter(full.values()))
+        refused = self._no_room(returning if not able else [])
+        if refused is None:
+            return None
+        return EngineOutput(
+            cursor.request_id, len(cursor.delivered), finish_reason="error", error=request_error(refused)
+        )
+
+    def _no_room(self, returning: list[Lives]) -> PhalanxError | None:
+        """Why a new request cannot wait for one of `returning`."""
+        recoveries = [each.status().recovery for each in returning]
+        for recovery in recoveries:
+            if recovery is not None and recovery.plan == "wait":
+                words = f"The engine waits for what it needs: {recovery.missing}"
+                return Recovering(words, retry_after=_RETRY_AFTER_S)
+        if len(self._cursors) > self._places:
+            wait = max((recovery.estimate or 1.0 for recovery in recoveries if recovery is not None), default=1.0)
+            return QueueFull(f"The queue is full: {self._places} requests wait already.", retry_after=wait)
+        return None
+
+    async def _wait(self, failed: set[EngineClient]) -> None:
+        """Until something has changed. Raises EngineDead when only engines are left that have failed this request and
+        do not end."""
+        helpless = all(not engine.lives.comes_back for engine in self._engines) and all(
+            engine.lives.client in failed or not engine.lives.usable for engine in self._engines
+        )
+        self._waiting += 1
+        try:
+            await asyncio.wait_for(self._changed.wait(), _LAST_WORDS_S if helpless else None)
+        except TimeoutError:
+            raise EngineDead("The engine takes no requests any more.") from None
+        finally:
+            self._waiting -= 1
+
+    def _wake(self) -> None:
+        """Whoever waits looks again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # What happens to requests
+
+    def _made(self, request_id: str, tokens: int, lives: Lives | None) -> None:
+        if lives is not None:
+            lives.moved()
+        alone = self._quarantine.alone
+        self._quarantine.made(request_id, tokens)
+        if alone is not None and self._quarantine.alone != alone:
+            self._wake()
+
+    def _forget(self, request_id: str) -> None:
+        alone = self._quarantine.alone
+        self._quarantine.ended(request_id)
+        if alone is not None and self._quarantine.alone != alone:
+            self._wake()
+
+    def _lost(self, engine: _Engine) -> Unfinished:
+        """The present life of `engine` is over."""
+        members, engine.members = engine.members, {}
+        unfinished = [cursor for rid, cursor in members.items() if self._cursors.get(rid) is cursor]
+        # More cannot have been at work; they are served in order.
+        refused = self._quarantine.lost([cursor.request_id for cursor in unfinished[: self._at_once]])
+        for rid in refused:
+            log.error("Request %s is refused: an engine was lost each time it ran, at last while it ran alone.", rid)
+            self._refused.add(rid)
+        if self._quarantine.alone is not None:
+            self._cell = engine
+        going_on = [cursor for cursor in unfinished if cursor.request_id not in self._refused]
+        tokens = sum(cursor.tokens for cursor in going_on)
+        elsewhere = sum(len(other.members) for other in self._engines)
+        return Unfinished(len(self._cursors) - elsewhere - len(refused), tokens, explained=bool(refused))
+
+    def _at_work(self, engine: _Engine) -> int:
+        return len(engine.members)
+
+    def _ending(self, cursor: Cursor) -> EngineOutput:
+        rid, start = cursor.request_id, len(cursor.delivered)
+        if cursor.aborted:
+            return EngineOutput(rid, start, finish_reason="abort")
+        return EngineOutput(rid, start, finish_reason="error", error=request_error(refusal()))
+
     async def abort(self, request_id: str) -> None:
-        engine = self._home.get(request_id)
-        if engine is not None:
-            await engine.client.abort(request_id)
+        for engine in self._engines:
+            if request_id in engine.members:
+                await engine.lives.client.abort(request_id)
+                return
+        cursor = self._cursors.get(request_id)
+        if cursor is not None:
+            cursor.aborted = True
+            self._wake()
+
+    # All engines together
 
     def status(self) -> EngineStatus:
         """The engine's own when there is one; sums, and the best state, of several."""
-        statuses = [engine.client.status() for engine in self._engines]
-        return statuses[0] if len(statuses) == 1 else _merge(statuses)
+        statuses = [engine.lives.status() for engine in self._engines]
+        status = statuses[0] if len(statuses) == 1 else _merge(statuses)
+        status.waiting += len(self._cursors) - sum(len(engine.members) for engine in self._engines)
+        return status
+
+    async def lost(self) -> EngineLost:
+        """When the last engine is given up."""
+        while True:
+            gone = [engine.lives.gone for engine in self._engines]
+            losses = [loss for loss in gone if loss is not None]
+            if len(losses) == len(self._engines):
+                return losses[-1]
+            await self._changed.wait()
 
     async def drain(self, timeout: float) -> bool:
-        return all(await asyncio.gather(*(engine.client.drain(timeout) for engine in self._engines)))
+        return all(await asyncio.gather(*(engine.lives.drain(timeout) for engine in self._engines)))
 
     async def close(self) -> None:
-        await asyncio.gather(*(engine.client.close() for engine in self._engines))
+        await asyncio.gather(*(engine.lives.close() for engine in self._engines))
+        self._wake()
 
 
 _BEST_FIRST = ("ready", "recovering", "loading", "draining", "failed")
@@ -177,10 +349,12 @@ _BEST_FIRST = ("ready", "recovering", "loading", "draining", "failed")
 
 def _merge(statuses: list[EngineStatus]) -> EngineStatus:
     best = min(statuses, key=lambda status: _BEST_FIRST.index(status.state))
-    summed = (
-        "running", "waiting", "blocks", "free_blocks", "preemptions",
-        "prefix_queries", "prefix_hits", "computed_tokens", "step_seconds", "step",
-    )  # fmt: skip
+    recoveries: list[Recovery] = sorted(
+        (recovery for status in statuses for recovery in status.recoveries), key=lambda recovery: recovery.since
+    )
+    failures: dict[str, int] = {}
+    for status in statuses:
+        failures = added(failures, status.failures)
     return EngineStatus(
         state=best.state,
         epoch=max(status.epoch for status in statuses),
@@ -188,5 +362,9 @@ def _merge(statuses: list[EngineStatus]) -> EngineStatus:
         since=best.since,
         heartbeat=max(status.heartbeat for status in statuses),
         workers=[worker for status in statuses for worker in status.workers],
-        **{name: sum(getattr(status, name) for status in statuses) for name in summed},
+        recovery=next((status.recovery for status in statuses if status.recovery is not None), None),
+        recoveries=recoveries[-KEPT:],
+        failures=failures,
+        hang_bound=max(status.hang_bound for status in statuses),
+        **{name: sum(getattr(status, name) for status in statuses) for name in SUMMED},
     )
