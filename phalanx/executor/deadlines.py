@@ -219,13 +219,10 @@ class Vigil:
         self._awaited = None
         self._signs = {}
 
-    def bound(self) -> float:
-        """Seconds without progress after which a rank counts as hung now."""
-        if self._awaited is None:
+    def bound(self, awaited: Awaited | None) -> float:
+        """Seconds without progress after which a rank counts as hung."""
+        if awaited is None:
             return self.bounds.steady()
-        return self._patience(self._awaited)
-
-    def _patience(self, awaited: Awaited) -> float:
         if awaited.tokens is not None:
             return self.bounds.step(awaited.tokens)
         return (LOADING if awaited.loading else FIRST_STEPS) * self.bounds.floor
@@ -242,7 +239,7 @@ class Vigil:
         return Verdict(lost[0], lost, f"it showed no progress and did not answer for {_seconds(silent)}", silent)
 
     def _stuck(self, ranks: Mapping[int, _Signs], awaited: Awaited, now: float) -> Verdict | None:
-        bound = self._patience(awaited)
+        bound = self.bound(awaited)
         still = {rank: s.told - s.moved for rank, s in ranks.items() if s.told - s.moved > bound}
         busy = [rank for rank in still if not ranks[rank].waits_for]
         if busy:

@@ -32,7 +32,7 @@ from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.ring import Ring
 from phalanx.distributed.transports.secure_stream import SecureStream
-from phalanx.errors import CheckpointError, ConfigError, NotEnoughMemory, PhalanxError
+from phalanx.errors import CheckpointError, ConfigError, NotEnoughMemory, PhalanxError, UserError
 from phalanx.executor.base import CacheLayout, LoadProgress, NoCapacity, WorkerDied, WorkerStatus
 from phalanx.executor.blame import failure
 from phalanx.executor.deadlines import Awaited, Bounds, Verdict, Vigil, asks_every, join_bound
@@ -189,11 +189,14 @@ class HubExecutor:
             raise WorkerDied(0, "it is closed or was never started")
         if epoch <= self._epoch:
             raise ValueError(f"epoch {epoch} does not come after epoch {self._epoch}")
-        try:
-            self._seat()
-            return self._begin(epoch)
-        except PhalanxError as error:
-            raise self._not_begun(error) from None
+        self._seat()
+        while True:
+            try:
+                return self._begin(epoch)
+            except PhalanxError as error:
+                died, again = self._not_begun(error)
+            if not again or self._watch is None or not self._seat():  # with new ranks, the epoch can begin once more
+                raise died
 
     @property
     def wants_restart(self) -> str | None:
@@ -205,7 +208,8 @@ class HubExecutor:
 
     @property
     def hang_bound(self) -> float:
-        return self._vigil.bound()
+        with self._changed:
+            return self._vigil.bound(self._awaited())
 
     @property
     def progress(self) -> int:
@@ -263,17 +267,17 @@ class HubExecutor:
         reported = layouts[self._layout.mesh.reporter]
         return msgspec.structs.replace(reported, bytes_per_block=sum(each.bytes_per_block for each in layouts))
 
-    def _seat(self) -> None:
+    def _seat(self) -> bool:
         """The epoch before is over, and there is a place for every rank: lost ones go where they were, or all begin
-        anew in another layout. Raises NoCapacity."""
+        anew in another layout, which is answered. Raises NoCapacity."""
         self._end_epoch("a new epoch begins")
         self._settle()
         self._note(self._death)
         if self._seating is None:
-            return
+            return False
         lost = [m.rank for m in self._members if m.stream is None or m.lost]
         if not self._seating.settle(lost, lambda: self._watch is None):
-            return
+            return False
         for member in self._members:
             if member.stream is not None and self._watch is not None:
                 self._watch.forget(member)
@@ -286,11 +290,13 @@ class HubExecutor:
         self.max_in_flight, self._most_blocks, self._wants = choice.layout.mesh.pp, _NO_LIMIT, ""
         nodes = ", ".join(dict.fromkeys(self._launcher.node(seat) for seat in choice.seats))
         log.warning("The model is split anew: %s, on %s.", choice.layout, nodes)
+        return True
 
-    def _not_begun(self, error: PhalanxError) -> PhalanxError:
-        """What to raise when an epoch could not begin because of `error`: that of one rank, however it failed."""
+    def _not_begun(self, error: PhalanxError) -> tuple[PhalanxError, bool]:
+        """What to raise when an epoch could not begin because of `error`: that of one rank, however it failed. And
+        whether to try another layout instead."""
         if self._seating is None or isinstance(error, NoCapacity):
-            return error
+            return error, False
         if not isinstance(error, WorkerDied):
             with self._changed:
                 member = next((m for m in self._members if m.failure is not None), Member(0))
@@ -298,10 +304,10 @@ class HubExecutor:
             died = WorkerDied(member.rank, f"it could not start: {error.message}", node=member.node, kind=kind)
         else:
             died = error
-        if not isinstance(error, CheckpointError):  # which is the same everywhere
-            self._seating.failed(died.rank)
         self._note(died)
-        return died
+        if isinstance(error, CheckpointError):  # which is the same everywhere
+            return died, False
+        return died, self._seating.failed(died.rank, surely=isinstance(error, UserError))
 
     def _note(self, death: WorkerDied | None) -> None:
         """Where memory was short, the next cache is smaller, as long as it holds one request."""

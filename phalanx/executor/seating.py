@@ -19,11 +19,11 @@ from phalanx.executor.base import NoCapacity
 from phalanx.executor.launcher import Launcher, Layout
 from phalanx.worker.limits import Memory
 
-TRIES = 3
-"""Starts in a row that may fail in a place."""
+TRIES = 2
+"""Starts in a row that may fail in a place, before it is given up."""
 
 REST_S = 10.0
-"""How long a place is left alone then; twice as long the next time."""
+"""How long a place that was given up is left alone; twice as long the next time."""
 
 MOST_REST_S = 600.0
 
@@ -74,6 +74,8 @@ class Seating:
         """When the first place was missed since all ranks were ready."""
         self._failures: Counter[int] = Counter()
         """Starts that failed in each seat since then."""
+        self._given_up: set[int] = set()
+        """Seats, since then."""
         self._resting: dict[int, _Rest] = {}
         self._added: set[int] = set()
         """Seats that are being taken in again."""
@@ -93,25 +95,33 @@ class Seating:
         wanted = {self.now.seats[rank] for rank in ranks}
         self._since = self._since or time.monotonic()
         while True:
-            late = time.monotonic() - self._since > self._patience
-            for seat in wanted:
-                if self._failures[seat] >= TRIES or (self._failures[seat] and late):
-                    self._rest(seat)
             usable = self.usable()
-            if wanted <= usable:
+            sure = usable - self._given_up
+            if wanted <= sure:
                 return not wanted and self._grow(usable)
-            if late or not wanted - usable - self._resting.keys() or over():
+            if self._late() or not wanted - usable - self._given_up or over():
                 break
             time.sleep(_LOOK_S)
         try:
-            self.now = self._choice(usable)
+            self.now = self._choice(sure)
         except NoFit as error:
-            gone = ", ".join(f"rank {rank}'s on {self._places.node(self.now.seats[rank])}" for rank in ranks)
-            raise NoCapacity(
-                ranks[0], f"it cannot be started again, and the model does not fit what is left without {gone}",
-                missing=str(error), node=self._places.node(self.now.seats[ranks[0]]),
-            ) from None  # fmt: skip
+            if wanted <= usable:
+                return False  # they have rested
+            why, node = "it cannot be started again, and the model does not fit what is left", self._node(ranks[0])
+            raise NoCapacity(ranks[0], why, missing=str(error), node=node) from None
+        self._begin_anew()
         return True
+
+    def _begin_anew(self) -> None:
+        self._since = None
+        self._failures.clear()
+        self._given_up.clear()
+
+    def _late(self) -> bool:
+        return self._since is not None and time.monotonic() - self._since > self._patience
+
+    def _node(self, rank: int) -> str:
+        return self._places.node(self.now.seats[rank])
 
     def _grow(self, usable: set[int]) -> bool:
         """Nobody is missing: take in again what has come back."""
@@ -157,22 +167,27 @@ class Seating:
 
     # -- what happened
 
-    def failed(self, rank: int) -> None:
-        """A start failed, it seems because of this rank."""
+    def failed(self, rank: int, *, surely: bool) -> bool:
+        """A start failed, it seems because of this rank; `surely`: the next would too. Whether another layout is worth
+        a try at once."""
         if self._added:  # it went well without them
-            for seat in self._added:
-                self._rest(seat)
-            self._added = set()
-        elif rank < len(self.now.seats):
-            self._failures[self.now.seats[rank]] += 1
+            given_up, self._added = self._added, set()
+        else:
+            seat = self.now.seats[min(rank, len(self.now.seats) - 1)]
+            self._failures[seat] += 1
+            given_up = {seat} if surely or self._failures[seat] >= TRIES or self._late() else set()
+        self._given_up |= given_up
+        for seat in given_up:
+            self._rest(seat)
+        return bool(given_up)
 
     def ready(self, memory: Sequence[Mapping[str, int]], devices: Sequence[str]) -> None:
         """All ranks are; each rank's memory and device as in `WorkerStatus`."""
         for seat, used, device in zip(self.now.seats, memory, devices, strict=True):
             self._memory[seat], self._devices[seat] = used, device
             self._resting.pop(seat, None)
-        self._since, self._added = None, set()
-        self._failures.clear()
+        self._added = set()
+        self._begin_anew()
 
     def _rest(self, seat: int) -> None:
         before, now = self._resting.get(seat), time.monotonic()
