@@ -37,6 +37,11 @@ def _hold_the_lock(_: float) -> None:
     ctypes.PyDLL(None).pause()  # called with the interpreter's lock held
 
 
+def _spin(_: float) -> None:
+    while True:
+        pass
+
+
 DEEDS: dict[str, Callable[[float], object]] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
@@ -44,6 +49,7 @@ DEEDS: dict[str, Callable[[float], object]] = {
     "segfault": lambda _: ctypes.string_at(0),
     "exit": lambda _: os._exit(0),
     "hold": _hold_the_lock,
+    "spin": _spin,
     "sleep": time.sleep,
 }
 """By name; `raise` and those that take seconds (`sleep=2`) beside."""
