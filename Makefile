@@ -13,7 +13,7 @@ WORKERS ?= 2
 # Each test worker and each server that it starts computes on one thread; more would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup serve demo test test-all test-optimized check format docs lock clean
+.PHONY: help setup serve demo chaos soak test test-all test-optimized check format docs lock clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -25,7 +25,7 @@ serve:  ## start the server on 127.0.0.1:8000 (PORT=… MODEL=… ARGS=…)
 	@SETUP_DEMO=$(if $(MODEL),0,1) scripts/setup
 	@exec $(BIN)/phalanx serve $(if $(MODEL),"$(MODEL)") $(if $(PORT),--port "$(PORT)") $(ARGS)
 
-demo: setup  ## start the server, answer one prompt, stop it
+demo: setup  ## an answer streams from two ranks, one is killed in mid-stream, the answer goes on
 	@$(BIN)/python scripts/demo.py
 
 test: setup  ## run the test suite
@@ -36,6 +36,14 @@ test-all: setup  ## run the test suite with the slow tests
 
 test-optimized: setup  ## run the test suite with every process under `python -O`
 	@PYTHONOPTIMIZE=1 $(PYTEST) -m "not slow" $(TESTS)
+
+chaos: setup  ## faults at random for a while (MINUTES=5 SEED=… EXECUTORS=mp,nodes,ray), or one again (CASE="…")
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/chaos.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(EXECUTORS),--executors $(EXECUTORS)) $(if $(CASE),--case "$(CASE)")
+
+soak: setup  ## constant load with a fault every 20 to 60 s (MINUTES=60 SEED=… EXECUTORS=mp,nodes JSON=soak.json)
+	@OMP_NUM_THREADS=1 $(BIN)/python scripts/soak.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(EXECUTORS),--executors $(EXECUTORS)) $(if $(JSON),--json $(JSON))
 
 check: setup  ## lint, formatting, types and import layers
 	@$(BIN)/ruff check .

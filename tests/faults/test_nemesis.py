@@ -1,7 +1,7 @@
 """Clients ask while a nemesis does harm: every answer is the undisturbed one, and nothing is left behind.
 
-`FIXED` are the cases of every run; the pairwise sample has every two values of fault, target, phase, executor and layout
-together. Beyond them: `make chaos`. A case that failed is a line; `make chaos CASE="…"` runs it again.
+`FIXED` are the cases of every run; the pairwise sample has every two values of fault, target, phase, executor and
+layout together. Beyond them: `make chaos`. A case that failed is a line; `make chaos CASE="…"` runs it again.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ def _at_no_time(case: Case) -> str:
     return ""
 
 
-def all_cases(executors: Iterable[str] = EXECUTORS) -> Iterator[Case]:
-    for values in itertools.product(FAULTS, TARGETS, PHASES, executors, LAYOUTS):
+def all_cases(executors: Iterable[str] = EXECUTORS, layouts: Iterable[str] = tuple(LAYOUTS)) -> Iterator[Case]:
+    for values in itertools.product(FAULTS, TARGETS, PHASES, executors, layouts):
         case = Case(*values)
         if not why_not(case):
             yield case
@@ -157,10 +157,12 @@ def pairwise(
     return sorted(chosen, key=lambda case: (case.executor, case.layout, case.replaces_the_server))
 
 
-def random_case(rng: random.Random, executors: Iterable[str] = EXECUTORS) -> Case:
+def random_case(
+    rng: random.Random, executors: Iterable[str] = EXECUTORS, layouts: Iterable[str] = tuple(LAYOUTS)
+) -> Case:
     """Each fault as likely as any other, whatever the number of its places."""
     by_fault: dict[str, list[Case]] = {}
-    for case in all_cases(executors):
+    for case in all_cases(executors, layouts):
         by_fault.setdefault(case.fault, []).append(case)
     found = rng.choice(by_fault[rng.choice(sorted(by_fault))])
     return Case(*astuple(found)[:-1], seed=rng.randrange(1_000_000))

@@ -117,13 +117,22 @@ class Nemesis:
         except (OSError, AssertionError, KeyError) as error:  # the server does not answer, say
             report.complaints.append(f"{type(error).__name__}: {str(error)[:2000]}")
         finally:
-            self._undo()
+            self.undo()
             if report.complaints or case.replaces_the_server or case.target in ("host", "raylet"):
                 self.world.forget()
         report.seconds = time.monotonic() - began
         return report
 
-    def _undo(self) -> None:
+    def strike(self, case: Case, rng: random.Random) -> float:
+        """Do it now, whatever the phase; when that was. `undo` takes back what can be taken back."""
+        inside = case.fault in ("exit", "raise", "hold") or (case.target == "engine" and rng.random() < 0.5)
+        if not (inside and self._arm(case, rng)):
+            self._hit(case, rng)
+        else:
+            self._hit_at = time.monotonic()
+        return self._hit_at
+
+    def undo(self) -> None:
         for heal in reversed(self._heal):
             with contextlib.suppress(OSError):
                 heal()
@@ -138,10 +147,10 @@ class Nemesis:
         assert serving is not None and oracle is not None
         assert serving.at_rest(), f"it is not at rest before the fault: {serving.status()}"
         before, counted = serving.baseline(), dict(serving.status().get("failures") or {})
-        bound = self._bound(case, serving)
+        bound = self.bound(case, serving)
         epoch, looker, offset = serving.status()["epoch"], Onlooker(serving), time.time() - time.monotonic()
         able_from = time.monotonic()
-        clients = self._strike(case, serving, oracle)
+        clients = self._ask_and_strike(case, serving, oracle)
         for client in clients:
             client.join(bound + 60)
         able_to = time.monotonic()
@@ -165,7 +174,7 @@ class Nemesis:
         if "recoveries" in serving.status():
             report.complaints += check_health(looker.samples, outages, able=(able_from, able_to))
 
-    def _strike(self, case: Case, serving: Serving, oracle: Oracle) -> list[Client]:
+    def _ask_and_strike(self, case: Case, serving: Serving, oracle: Oracle) -> list[Client]:
         """Ask, and do it, in the order that the phase says."""
         rng = random.Random(case.seed)
         if case.phase == "idle":
@@ -187,12 +196,8 @@ class Nemesis:
             time.sleep(rng.uniform(0.0, 0.05))
         if case.phase == "recovery":
             self._hit_twice(case, rng, serving)
-        elif case.fault in ("exit", "raise", "hold") or (case.target == "engine" and rng.random() < 0.5):
-            if not self._arm(case, rng):
-                self._hit(case, rng)
-            self._hit_at = time.monotonic()
         else:
-            self._hit(case, rng)
+            self.strike(case, rng)
         return clients
 
     def _arm(self, case: Case, rng: random.Random) -> bool:
@@ -306,7 +311,7 @@ class Nemesis:
 
     # Afterwards
 
-    def _bound(self, case: Case, serving: Serving) -> float:
+    def bound(self, case: Case, serving: Serving) -> float:
         """Seconds that a stream may be silent."""
         hang = max(1.0, float(serving.status().get("hang_bound") or 1.0))
         noticed = hang + 1 if case.fault in HANGS else SILENT_S if case.fault in LINK else KILLED_S
@@ -350,7 +355,7 @@ class Nemesis:
 
     def _front_is_gone(self, serving: Serving, report: Report) -> None:
         """Everything else goes with it, and its port is free at once."""
-        self._undo()
+        self.undo()
         report.complaints += _left(serving)
         serving.kill()
         for host in self.world.hosts[1:]:

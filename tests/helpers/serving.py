@@ -29,7 +29,7 @@ from tests.helpers.processes import alive, wait_until
 
 SERVE = (sys.executable, "-P", "-m", "phalanx", "serve")
 START_S = 90.0
-MARK = "PHALANX_TEST_MARK"
+MARK = "NEMESIS_MARK"
 Start = Callable[..., subprocess.Popen[bytes]]
 Network = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -157,12 +157,18 @@ class Serving:
     def at_rest(self, seconds: float = 10.0) -> bool:
         """Whether it comes to be ready with nothing to do."""
 
-        def rests() -> bool:
+        state = ""
+
+        def settled() -> bool:
+            nonlocal state
             status = self.status()
             busy = status["requests"]["running"] or status["requests"]["waiting"]
-            return status["state"] == "ready" and not busy and status["kv"]["free"] == status["kv"]["blocks"]
+            at_rest = status["state"] == "ready" and not busy and status["kv"]["free"] == status["kv"]["blocks"]
+            state = "at rest" if at_rest else status["state"]
+            return state in ("at rest", "failed")
 
-        return wait_until(rests, seconds)
+        wait_until(settled, seconds)
+        return state == "at rest"
 
     # Its end
 
