@@ -24,13 +24,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Container
 from concurrent.futures import Future
-from queue import SimpleQueue
 
 import msgspec
 
 from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import Abort, GroupBroken
-from phalanx.distributed.transports.ring import Ring
 from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.errors import CheckpointError, ConfigError, NotEnoughMemory, PhalanxError, UserError
 from phalanx.executor.base import CacheLayout, LoadProgress, NoCapacity, WorkerDied, WorkerStatus
@@ -40,8 +38,6 @@ from phalanx.executor.death import kind_of
 from phalanx.executor.launcher import Launcher, Layout
 from phalanx.executor.members import Member, Watch, check_versions, shared_progress
 from phalanx.executor.messages import (
-    LIMIT,
-    PLAN,
     RESULT,
     AbortEpoch,
     Allocate,
@@ -64,6 +60,7 @@ from phalanx.executor.messages import (
 )
 from phalanx.executor.pending import Pending
 from phalanx.executor.seating import Choose, Seating
+from phalanx.executor.traffic import Traffic
 from phalanx.step import StepPlan, StepResult, decode_result
 from phalanx.step import encode as encode_step
 
@@ -94,11 +91,7 @@ class HubExecutor:
         self._abort = Abort()
         self._death: WorkerDied | None = None
         """Why this epoch is over."""
-        self._plans: Ring | None = None
-        self._results: Ring | None = None
-        self._remote: list[Member] = []
-        """Who gets plans over a stream."""
-        self._remote_results: SimpleQueue[bytes | None] = SimpleQueue()
+        self._traffic: Traffic | None = None
         self._pending: deque[Pending] = deque()
         self._count = 0
         """Changes with progress."""
@@ -167,21 +160,13 @@ class HubExecutor:
             self._pending.append(pending)
             self._keep_vigil()
             try:
-                self._send_plan(encode_step(plan))
+                self._now().send(encode_step(plan), self._exchange_timeout)
             except GroupBroken as broken:
                 death = self._why(broken)
                 with contextlib.suppress(ValueError):  # somebody may have ended the epoch meanwhile
                     self._pending.remove(pending)
                     pending.set_exception(death)
         return pending
-
-    def _send_plan(self, data: bytes) -> None:
-        if self._plans is not None:
-            self._plans.write(data, self._exchange_timeout)
-        for member in self._remote:
-            if member.stream is not None:
-                with member.lock:
-                    member.stream.send(PLAN, data, self._exchange_timeout)
 
     def restart(self, epoch: int) -> CacheLayout:
         """As `Executor.restart`. When it raises, it may be called again with a later epoch."""
@@ -249,7 +234,6 @@ class HubExecutor:
             self._vigil.bounds.begin()
             self._abort.close()
             self._abort = Abort()
-            self._remote_results = SimpleQueue()
         self._launch([m for m in self._members if m.stream is None or m.lost])
         self._wait(lambda m: m.join is not None, "join", join_bound(self._vigil.bounds.floor))
         check_versions([m.join for m in self._members if m.join is not None])
@@ -366,14 +350,9 @@ class HubExecutor:
         roster = [m.join.address for m in members if m.join is not None]
         nodes = [address.node for address in roster]
         loading = [address.node for address, m in zip(roster, members, strict=True) if not m.loaded]
-        here = [m for m in members if m.here]
         reporter = members[mesh.reporter]
         cores = len(os.sched_getaffinity(0))
-        self._remote = [m for m in members if not m.here]
-        if here:
-            self._plans = Ring.create(len(here), self._abort, limit=LIMIT, crowded=len(here) > cores)
-        if reporter.here:
-            self._results = Ring.create(1, self._abort, limit=LIMIT, crowded=len(here) >= cores, writes=False)
+        self._traffic = traffic = Traffic(members, reporter, self._abort)
         key = secrets.token_bytes(32)
         for member in members:
             node = nodes[member.rank]
@@ -390,15 +369,12 @@ class HubExecutor:
                 crowded=nodes.count(node) > cores,
                 encrypt=self._encrypt,
                 exchange_timeout=self._exchange_timeout,
-                ring_member=here.index(member) + 1 if member.here else 0,
+                ring_member=traffic.place(member),
                 reports=member is reporter,
             )
-            fds: tuple[list[int], ...] = (self._plans.fds,) if member.here and self._plans is not None else ()
-            if member is reporter and self._results is not None:
-                fds += (self._results.fds,)
             with self._changed:
                 member.begin(self._epoch)
-            member.send(begin, fds)
+            member.send(begin, traffic.descriptors(member))
 
     # -- waiting for ranks
 
@@ -439,7 +415,7 @@ class HubExecutor:
         """Fetch results, in order, until `wanted` has its own."""
         while not wanted.done():
             try:
-                result = decode_result(self._next_result())
+                result = decode_result(self._now().take())
             except (GroupBroken, msgspec.DecodeError) as broken:
                 death = self._why(broken)
                 while self._pending:
@@ -453,14 +429,11 @@ class HubExecutor:
                 self._vigil.bounds.done(done.tokens)
                 done.set_result(result)
 
-    def _next_result(self) -> bytes:
-        if self._results is not None:
-            return self._results.read()
-        data = self._remote_results.get()
-        if data is None:
-            self._abort.check()
+    def _now(self) -> Traffic:
+        """Of this epoch. Raises GroupBroken when it has ended."""
+        if self._traffic is None:
             raise GroupBroken("The epoch ended.")
-        return data
+        return self._traffic
 
     def _why(self, broken: Exception | None) -> WorkerDied:
         """The lost rank behind a broken wait; the same for all plans of the epoch."""
@@ -477,11 +450,9 @@ class HubExecutor:
         with self._changed:
             self._break(reason)
             self._ended_at = time.monotonic()
-            rings, self._plans, self._results = (self._plans, self._results), None, None
-        for ring in rings:
-            if ring is not None:
-                ring.close()
-        self._remote = []
+            traffic, self._traffic = self._traffic, None
+        if traffic is not None:
+            traffic.close()
         while self._pending:
             self._pending.popleft().cancel()
 
@@ -490,7 +461,8 @@ class HubExecutor:
         if self._abort.reason is not None:
             return
         self._abort.set(reason)
-        self._remote_results.put(None)
+        if self._traffic is not None:
+            self._traffic.put(None)
         for member in self._members:
             if member.left < member.begun:
                 member.send(AbortEpoch(reason))
@@ -528,8 +500,7 @@ class HubExecutor:
         if self._due:
             ranks = tuple(m.rank for m in self._members if m.reached != self._due)
             return Awaited((self._epoch, self._due), None, self._due in ("Met", "Loaded"), ranks)
-        unread = self._results.unread if self._results is not None else not self._remote_results.empty()
-        if unread or not self._pending:
+        if self._traffic is None or self._traffic.unread or not self._pending:
             return None
         oldest = self._pending[0]
         return Awaited(oldest, oldest.tokens, False, tuple(m.rank for m in self._members))
@@ -559,7 +530,8 @@ class HubExecutor:
 
     def heard(self, member: Member, kind: int, content: bytes | memoryview) -> None:
         if kind == RESULT:
-            self._remote_results.put(bytes(content))
+            if (traffic := self._traffic) is not None:
+                traffic.put(bytes(content))
             return
         message = decode_from_rank(content)
         with self._changed:
