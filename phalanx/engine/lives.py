@@ -61,9 +61,9 @@ class Unfinished:
 
 class Lives:
     """`make` gives another client of the same engine, not started; without it, or with recovery switched off, the
-    first life is the only one. `lost` is told of each loss and says what is unfinished; `at_work` says how many requests
-    are there now; `changed` is called when some may be sent again, or never more; `renewed` with the facts of each new
-    process."""
+    first life is the only one. `lost` is told of each loss and says what is unfinished; `at_work` says how many
+    requests are there now; `changed` is called when some may be sent again, or never more; `renewed` with the facts of
+    each new process."""
 
     def __init__(
         self,
@@ -211,8 +211,8 @@ class Lives:
         )
 
     async def _prove(self, client: EngineClient) -> None:
-        """One token by a request of our own if nobody else has one there: an idle engine, too, is to be known to compute
-        before it is called ready."""
+        """One token by a request of our own if nobody else has one there: an idle engine, too, is to be known to
+        compute before it is called ready."""
         await asyncio.sleep(PROBE_AFTER_S)
         while self._at_work() and self.client is client and not self._down:
             if self._account.current is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +19,8 @@ class EngineSnapshot:
     prefix_queries: int
     prefix_hits: int
     computed_tokens: int
+    failures: dict[str, int] = field(default_factory=dict)
+    """Losses of workers and engine processes, by kind."""
 
     @property
     def kv_usage(self) -> float:

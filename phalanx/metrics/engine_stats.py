@@ -11,6 +11,9 @@ from phalanx.metrics.engine_snapshot import EngineSnapshot
 
 PREFIX = "phalanx:"
 
+KINDS = ("killed", "out_of_memory", "ended", "hung", "network", "failed")
+"""Of losses, shown from the start."""
+
 STATES = ("loading", "ready", "recovering", "draining", "failed")
 
 
@@ -50,6 +53,12 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + metric, help, labels=["model_name"])
             counter.add_metric([name], float(total))
             yield counter
+        losses = CounterMetricFamily(
+            PREFIX + "worker_failures", "Workers and engine processes lost, by kind.", labels=["model_name", "kind"]
+        )
+        for kind in dict.fromkeys((*KINDS, *snapshot.failures)):
+            losses.add_metric([name, kind], float(snapshot.failures.get(kind, 0)))
+        yield losses
         state = GaugeMetricFamily(PREFIX + "engine_state", "1 for the engine's state.", labels=["model_name", "state"])
         for known in STATES:
             state.add_metric([name, known], float(snapshot.state == known))

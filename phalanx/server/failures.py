@@ -80,8 +80,8 @@ def error_headers(error: PhalanxError) -> dict[str, str]:
     if retry_after is not None:
         low, high = RETRY_AFTER_RANGE
         headers["Retry-After"] = str(min(max(math.ceil(retry_after), low), high))
-    if error.status == 500:
-        headers["x-should-retry"] = "false"  # the same request would meet the same bug again
+    if error.status == 500 or error.retryable is False:
+        headers["x-should-retry"] = "false"  # the same request would meet the same end again
     return headers
 
 

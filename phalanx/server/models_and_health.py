@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import msgspec
@@ -10,11 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from phalanx import __version__
+from phalanx.engine.client import EngineStatus, Recovery
 from phalanx.errors import ModelNotFound, Unavailable
 from phalanx.metrics.serving import CONTENT_TYPE
 from phalanx.server.bodies import MAX_DEPTH
 from phalanx.server.connection import HeaderLimits
 from phalanx.server.endpoint import json_response
+from phalanx.server.failures import error_headers
 from phalanx.server.openai_types import ModelCard, ModelList
 from phalanx.server.request_fields import MAX_TEMPLATE_KWARGS
 from phalanx.server.state import ServerState
@@ -47,24 +50,49 @@ async def show_model(state: ServerState, request: Request) -> Response:
 # Health
 
 
+_TOLD = ("rank", "kind", "cause", "since", "plan", "missing", "estimate")
+"""Of a recovery, where no key is asked for."""
+
+
 async def health(state: ServerState, request: Request) -> Response:
-    """200 when a request would be answered: model loaded, not draining, signs of life from the engine."""
-    reason = state.why_not_ready()
-    if reason is None:
-        return _json({"status": "ready"})
-    raise Unavailable(f"Not ready: {reason.rstrip('.')}.", retry_after=5.0)
+    """200 when a request would be answered: model loaded, not draining, nothing lost that is not made good."""
+    status = state.status()
+    phase = state.phase(status)
+    return _json({"status": "ready"}) if phase == "ready" else _unwell(phase, status, "Not ready")
 
 
 async def live(state: ServerState, request: Request) -> Response:
-    """200 unless only a restart can help. Loading and draining are life."""
-    reason = state.why_not_alive()
-    if reason is None:
-        return _json({"status": "alive"})
-    raise Unavailable(f"Not alive: {reason.rstrip('.')}.", retry_after=5.0)
+    """200 unless only a restart of the server can help. Loading, recovering and draining are life."""
+    status = state.status()
+    if status.state == "failed" and not state.draining:
+        return _unwell("failed", status, "Not alive")
+    return _json({"status": "alive"})
+
+
+def _unwell(phase: str, status: EngineStatus, what: str) -> Response:
+    """503 that says all there is to say: what is wrong, since when, and how long it may take."""
+    recovery = status.recovery
+    cause = status.cause if phase in ("recovering", "failed") else None
+    words = f"{what}: {phase}{f': {cause}' if cause else ''}"
+    if recovery is not None and recovery.missing:
+        words = f"{words.rstrip('.')}. It waits for what is missing: {recovery.missing}"
+    error = Unavailable(f"{words.rstrip('.')}.", retry_after=_seconds_left(recovery))
+    told = None
+    if recovery is not None:  # everyone may ask this: host names are for /status
+        told = {name: getattr(recovery, name) for name in _TOLD}
+    content = {"status": phase, "cause": cause, "since": status.since, "recovery": told, **error.body()}
+    return Response(_encode(content), error.status, error_headers(error), media_type="application/json")
+
+
+def _seconds_left(recovery: Recovery | None) -> float:
+    """Until it is worth asking again."""
+    if recovery is None or recovery.estimate is None:
+        return 5.0
+    return max(1.0, recovery.since + recovery.estimate - time.time())
 
 
 async def status(state: ServerState, request: Request) -> Response:
-    engine = state.engine.status()
+    engine = state.status()
     info = getattr(state.engine, "info", None)
     return _json(
         {
@@ -74,12 +102,16 @@ async def status(state: ServerState, request: Request) -> Response:
             "executor": info.executor if info else None,
             "epoch": engine.epoch,
             "step": engine.step,
-            "state": state.phase(),
+            "state": state.phase(engine),
             "cause": engine.cause,
             "since": engine.since,
             "engine": {"pid": info.pid if info else None},
             "requests": {"running": engine.running, "waiting": engine.waiting},
             "kv": {"blocks": engine.blocks, "free": engine.free_blocks},
+            "hang_bound": engine.hang_bound,
+            "recovery": engine.recovery,
+            "recoveries": engine.recoveries,
+            "failures": engine.failures,
             "workers": engine.workers,
         }
     )

@@ -3,7 +3,7 @@
 The port is taken first, so that a wrong one is noticed before a model is loaded; HTTP answers while the model loads.
 SIGTERM drains: readiness and new requests get 503, running ones may finish for `shutdown_timeout` seconds, the rest get
 an error, and the exit code is 0. SIGINT (Ctrl-C) ends running requests at once. A second signal ends the process on
-the spot.
+the spot. When the engine is lost and nothing helps, requests end with an error and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import uvicorn
 
 from phalanx.config import EngineConfig, ServerConfig
 from phalanx.engine.async_engine import AsyncEngine
-from phalanx.engine.client import EngineInfo
+from phalanx.engine.client import EngineInfo, EngineLost
 from phalanx.errors import ConfigError, Draining
 from phalanx.logging import configure
 from phalanx.server.app import create_app
@@ -47,6 +47,9 @@ LAST_WORDS_S = 1.0
 """For the error frames of requests that shutdown ends, and then for connections to close."""
 
 DRAIN_REPORT_S = 5.0
+
+LOOK_S = 5.0
+"""Recoveries are counted at least so often, also when nobody asks."""
 
 
 def serve(config: EngineConfig) -> int:
@@ -208,6 +211,7 @@ class _Serving:
         asked = asyncio.create_task(stop.asked.wait())
         line = LoadingLine()
         loading = asyncio.create_task(engine.start(line))
+        lost: asyncio.Task[EngineLost] | None = None
         try:
             await asyncio.wait((loading, asked, listening), return_when=asyncio.FIRST_COMPLETED)
             line.finish()
@@ -215,13 +219,16 @@ class _Serving:
                 print("Stopped while loading.", file=sys.stderr, flush=True)
                 return 128 + signal.SIGINT if stop.signal == signal.SIGINT else 0
             self._announce(engine, loading.result(), state)
-            await asyncio.wait((asked, listening), return_when=asyncio.FIRST_COMPLETED)
-            await self._drain(state, 0.0 if stop.signal == signal.SIGINT else self._config.server.shutdown_timeout)
-            return 0
+            lost = asyncio.create_task(self._lost_for_good(engine, state))
+            await asyncio.wait((asked, listening, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not lost.done():
+                await self._drain(state, 0.0 if stop.signal == signal.SIGINT else self._config.server.shutdown_timeout)
+            return await self._end_lost(lost.result(), state) if lost.done() else 0
         finally:
             state.draining = True
-            asked.cancel()
-            loading.cancel()
+            for task in (asked, loading, lost):
+                if task is not None:
+                    task.cancel()
             http.should_exit = True
             await asyncio.gather(loading, return_exceptions=True)
             await asyncio.gather(engine.close(), listening, return_exceptions=True)
@@ -253,6 +260,31 @@ class _Serving:
         print(summary(config, info, engine.status(), state.model_names(), has_chat=has_chat), flush=True)
         print(f"Ready: {base_url(self._config.server)}", flush=True)
 
+    async def _lost_for_good(self, engine: AsyncEngine, state: ServerState) -> EngineLost:
+        """Returns when the server has no more reason to be. With recovery switched off it stays, and says what is
+        wrong, until somebody ends it."""
+        lost = asyncio.create_task(engine.lost())
+        try:
+            while not lost.done() or not self._config.recovery.enable_recovery:
+                await asyncio.wait((lost,), timeout=LOOK_S) if not lost.done() else await asyncio.sleep(LOOK_S)
+                state.status()
+            return lost.result()
+        finally:
+            lost.cancel()
+
+    async def _end_lost(self, loss: EngineLost, state: ServerState) -> int:
+        """The streams end by themselves, each with an error; then there is one line to say."""
+        state.draining = True
+        await self._last_words(state)
+        print(f"error: {loss}", file=sys.stderr, flush=True)
+        return 1
+
+    async def _last_words(self, state: ServerState) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LAST_WORDS_S
+        while len(state.in_flight) and loop.time() < deadline:  # noqa: ASYNC110 (once in a lifetime)
+            await asyncio.sleep(0.02)
+
     async def _drain(self, state: ServerState, seconds: float) -> None:
         """Let running requests finish, then end the rest with an error that their clients see."""
         state.draining = True
@@ -268,7 +300,5 @@ class _Serving:
         ended = state.in_flight.fail_all(Draining("The server is shutting down.", retry_after=5.0))
         if ended:
             print(f"Shutting down: {ended} request(s) ended before they were done.", file=sys.stderr, flush=True)
-        deadline = loop.time() + LAST_WORDS_S
-        while len(state.in_flight) and loop.time() < deadline:  # noqa: ASYNC110 (once in a lifetime)
-            await asyncio.sleep(0.02)
+        await self._last_words(state)
         print("Stopped.", file=sys.stderr, flush=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig
+from phalanx.engine.client import EngineStatus
 from phalanx.errors import ModelNotFound
 from phalanx.metrics.engine_snapshot import EngineSnapshot
 from phalanx.metrics.serving import ServingMetrics
@@ -29,37 +31,40 @@ class ServerState:
         self.bodies = BodyReader(config.limits.max_body_bytes)
         self.unknown_fields = UnknownFields()
         self.metrics = ServingMetrics(self.model_name, self.snapshot)
+        self._recoveries_seen: deque[tuple[float, int, int]] = deque(maxlen=256)
         self.long_texts = asyncio.Semaphore(1)
         """Held while /tokenize and /detokenize work on a thread, so that they cannot take all of them."""
 
     # Condition
 
-    def phase(self) -> str:
+    def status(self) -> EngineStatus:
+        """The engine's, with recoveries counted that are over since the last look."""
+        status = self.engine.status()
+        for recovery in status.recoveries:
+            seen = (recovery.since, recovery.rank, recovery.epoch)
+            if seen not in self._recoveries_seen:
+                self._recoveries_seen.append(seen)
+                self.metrics.recovered(
+                    recovery.plan,
+                    detection_s=recovery.detection_s,
+                    reload_s=recovery.reload_s,
+                    first_token_s=recovery.first_token_s,
+                    resumed=recovery.resumed,
+                    recomputed=recovery.recomputed,
+                )
+        return status
+
+    def phase(self, status: EngineStatus | None = None) -> str:
         """loading, ready, recovering, draining or failed."""
         if self.draining:
             return "draining"
-        state = self.engine.status().state
+        state = (status or self.engine.status()).state
         return "loading" if state == "ready" and self.engine.chat_template is None else state
 
-    def why_not_ready(self) -> str | None:
-        """None when a request would be answered now."""
-        phase = self.phase()
-        return None if phase in ("ready", "recovering") else self._reason(phase)
-
-    def why_not_alive(self) -> str | None:
-        """None unless only a restart can help. The engine's clients call it failed when it is gone, and when it shows
-        no sign of life for much longer than its slowest step took."""
-        phase = self.engine.status().state
-        return self._reason(phase) if phase == "failed" and not self.draining else None
-
-    def _reason(self, phase: str) -> str:
-        cause = self.engine.status().cause
-        return f"{phase}: {cause}" if cause else phase
-
     def snapshot(self) -> EngineSnapshot:
-        status = self.engine.status()
+        status = self.status()
         return EngineSnapshot(
-            state=self.phase(),
+            state=self.phase(status),
             epoch=status.epoch,
             steps=status.step,
             step_seconds=status.step_seconds,
@@ -71,6 +76,7 @@ class ServerState:
             prefix_queries=status.prefix_queries,
             prefix_hits=status.prefix_hits,
             computed_tokens=status.computed_tokens,
+            failures=status.failures,
         )
 
     # Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from math import prod
 
-from phalanx.config import EngineConfig, ParallelConfig, ServerConfig
+from phalanx.config import EngineConfig, ParallelConfig, RecoveryConfig, ServerConfig
 from phalanx.engine.client import EngineInfo, EngineStatus
 from phalanx.planner.report import binding_line, cache_lines, layout_line, memory_table, split_lines, stage_line
 from phalanx.server.middleware import is_loopback
@@ -38,6 +38,7 @@ def summary(
         *memory_table(status.workers),
         *binding_line(status.workers),
         *stage_line(status.workers),
+        *_recovery(config.recovery),
         *_safety(config.server),
         "",
         "Try it:",
@@ -53,6 +54,15 @@ def _layout(parallel: ParallelConfig, mesh: dict[str, int]) -> str:
     sizes = [f"{axis} {size}" for axis, size in mesh.items() if size > 1]
     ranks = prod(mesh.values())
     return f"{ranks} worker{'s' if ranks > 1 else ''}" + (f" ({', '.join(sizes)})" if sizes else "")
+
+
+def _recovery(recovery: RecoveryConfig) -> list[str]:
+    if not recovery.enable_recovery:
+        return ["Recovery: off; the loss of a worker ends all requests"]
+    return [
+        f"Recovery: on; a worker without progress for {recovery.hang_timeout:g} s counts as hung (longer while it "
+        "loads, in its first steps, and where steps are slow)"
+    ]
 
 
 def _safety(server: ServerConfig) -> list[str]:

@@ -48,6 +48,10 @@ async def test_while_ready(server: EchoServer) -> None:
         "engine",
         "requests",
         "kv",
+        "hang_bound",
+        "recovery",
+        "recoveries",
+        "failures",
         "workers",
     }
     assert status["state"] == "ready"
