@@ -27,6 +27,7 @@ PAGES = sorted(
 NOT_RUN = {
     "make test": "is what runs this test",
     "make check": "runs beside the tests",
+    "make demo": "tests/faults/test_demo.py runs it",
     "make setup": "has run before the tests",
     "pip install torch==2.13.0": "has been installed by make setup",
     "pip install .": "test_packaging.py builds and installs the package",
