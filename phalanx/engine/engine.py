@@ -268,7 +268,7 @@ class Engine:
             self._recoveries.count(cause)
             self._die(cause)
             return
-        refused = self._quarantine.lost(at_work)
+        refused = self._quarantine.lost(at_work if cause.kind != "network" else [])
         waiting = self._open_requests() - len(refused)
         epoch, wall = self._scheduler.epoch, self._wall_clock()
         self._become("recovering", self._recoveries.lost(cause, epoch, now, wall, open_requests=waiting, tokens=tokens))

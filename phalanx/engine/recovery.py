@@ -139,7 +139,8 @@ class Recoveries:
         if done is None:
             return ""
         self.finished = (*self.finished, done)[-KEPT:]
-        how = f"rank {done.rank} was started again" if done.rank >= 0 else "the engine process was started again"
+        what = f"rank {done.rank} was" if done.rank >= 0 else "the engine process was"
+        how = f"{what if done.kind != 'regained' else 'the workers were'} started again"
         if done.plan == "split":
             how = f"the model was split over {ranks} rank{'s' * (ranks != 1)}"
         goes_on = f"{resumed} request{'s go' if resumed != 1 else ' goes'} on"

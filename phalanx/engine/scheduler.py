@@ -87,7 +87,7 @@ class Scheduler:
         self.parked: dict[str, Request] = {}
         """Those that the cache cannot hold."""
         self.only: str | None = None
-        """When set, no other request is planned."""
+        """When set, no other request runs."""
         self._outputs: list[EngineOutput] = []
         self._most_blocks = 0
         self._forget_workers(0, layout)
@@ -231,6 +231,10 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next plan, or None when nobody can run. Its result must be applied before any later one's."""
+        if self.only is not None:
+            for request in tuple(self.running):
+                if request.request_id != self.only and not request.in_flight:
+                    self._requeue(request, now)
         draft = PlanDraft(self.epoch, self._step_id + 1, self._config.max_num_batched_tokens, self._layout.vocab_size)
         self._continue_running(draft, now)
         self._admit_waiting(draft, now)
@@ -243,7 +247,7 @@ class Scheduler:
 
     def _continue_running(self, draft: PlanDraft, now: float) -> None:
         share = -(-len(self.running) // self._max_in_flight)  # of each plan in flight, so that every stage has work
-        ready = [r for r in self.running if not r.in_flight and self.only in (None, r.request_id)][:share]
+        ready = [request for request in self.running if not request.in_flight][:share]
         for position, request in enumerate(ready):
             if not draft.budget:
                 break

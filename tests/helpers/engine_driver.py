@@ -55,6 +55,7 @@ class Driver:
         max_in_flight: int = 1,
         prefix_caching: bool = True,
         recovery: RecoveryConfig | None = None,
+        load_s: float | None = None,
     ) -> None:
         self.layout = CacheLayout(blocks, block_size, 1, VOCAB)
         self.executor = FakeExecutor(
@@ -81,6 +82,7 @@ class Driver:
             compile_grammar=compile_fake,
             clock=self.clock,
             pause=self.clock.advance,
+            load_s=load_s,
             debug=True,
         )
         self.scheduler = self.engine._scheduler
@@ -128,6 +130,18 @@ class Driver:
         assert pool.num_free == pool.blocks
         assert len(self.scheduler._free_slots) == self.executor.max_num_seqs
         self.answers.clear()
+
+    def drain_dead(self, steps: int = 10_000) -> list[EngineOutput]:
+        """Until the engine is beyond repair; everyone has been told then."""
+        outputs: list[EngineOutput] = []
+        for _ in range(steps):
+            if self.engine.status().state == "failed":
+                break
+            outputs += self.step()
+        assert self.engine.status().state == "failed"
+        assert not self.running()
+        self.answers.clear()
+        return outputs
 
     def check(self) -> None:
         self.scheduler.check_invariants()
