@@ -184,9 +184,9 @@ class Vigil:
         if signs is None or awaited is None:
             return False
         news = (count, waits_for) != (signs.count, signs.waits_for)
-        if signs.asked is not None and awaited.tokens is not None:
-            self._note(awaited.tokens, now - signs.asked)
         if news:
+            if signs.asked is not None and awaited.tokens is not None:
+                self._note(awaited.tokens, now - signs.asked)
             if signs.count is not None and not signs.waits_for and awaited.tokens is not None:
                 self._note(awaited.tokens, now - signs.moved - asks_every(self.bounds.floor))
             signs.count, signs.waits_for, signs.moved = count, waits_for, now

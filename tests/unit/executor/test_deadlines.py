@@ -145,6 +145,16 @@ class TestNoProgress:
         assert steady.vigil.bounds.steady() > 60
         assert steady.wait(55, pauses(50), what="slower") is None
 
+    def test_answers_that_come_late_are_no_progress(self, steady):
+        """An endless loop also keeps the thread that answers from its turn."""
+        late = {0: 0}
+
+        def say(rank, since):
+            late[0] += 1
+            return (7, "") if rank == 0 and late[0] % 4 == 0 else (7, "rank 0") if rank else None
+
+        assert steady.wait(60, say).silent < 1.5 * FLOOR
+
     def test_what_was_slow_once_is_forgotten(self, steady):
         steady.vigil.bounds.paused(1, 9.0)
         assert steady.vigil.bounds.steady() == 180
