@@ -6,12 +6,15 @@ import time
 
 import msgspec
 
+from phalanx.config import RecoveryConfig
 from phalanx.engine import core as core_module
 from phalanx.engine import core_messages
 from phalanx.engine.client import EngineOutput
-from phalanx.engine.core import Core
+from phalanx.engine.core import Core, Heartbeat
 from phalanx.engine.core_messages import (
+    BEAT_S,
     Abort,
+    Beat,
     Fatal,
     FrameSocket,
     FromEngine,
@@ -94,6 +97,14 @@ class Running:
             for output in message.outputs:
                 found.setdefault(output.request_id, []).append(output)
         return found
+
+    def outputs_and_beats_until(self, finished: str) -> None:
+        while True:
+            message = self.receive()
+            if isinstance(message, Outputs) and any(
+                output.request_id == finished and output.finish_reason for output in message.outputs
+            ):
+                return
 
     def end(self) -> None:
         self.send(Shutdown())
@@ -255,3 +266,110 @@ def test_the_end_of_the_front_end_ends_the_loop_in_mid_work():
     running.let(1000)
     running.hang_up()
     assert isinstance(running.error, (EOFError, OSError))
+
+
+def test_requests_come_and_go_while_workers_start_again():
+    running = Running()
+    opened = threading.Event()
+    restart = running.driver.executor.restart
+    running.driver.executor.restart = lambda epoch: (opened.wait(PATIENCE), restart(epoch))[1]
+    running.driver.executor.lose_result = True
+    first, second = make_request("a", [1, 2, 3]), make_request("b", [4, 5])
+    running.send(submit(first))
+    while running.driver.engine.status().state != "recovering":
+        time.sleep(0.001)
+    begin = time.monotonic()
+    running.send(submit(second), Submit("bad", msgspec.Raw(b"\xc0")), submit(make_request("c", [1])), Abort(["c"]))
+    found = running.outputs_until("bad", "c")
+    assert set(map(msgspec.msgpack.encode, found["b"])) == {msgspec.msgpack.encode(EngineOutput("b", 0))}
+    assert found["c"][-1].finish_reason == "abort"
+    assert time.monotonic() - begin < 2.0
+    opened.set()
+    rest = running.outputs_until("a", "b")
+    assert tokens(found.get("a", []) + rest["a"]) == oracle(first, VOCAB)[0]
+    assert tokens(found["b"] + rest["b"]) == oracle(second, VOCAB)[0]
+    running.end()
+
+
+def test_the_end_is_obeyed_while_workers_start_again():
+    running = Running()
+    opened = threading.Event()
+    running.driver.executor.restart = lambda epoch: opened.wait(PATIENCE)
+    running.driver.executor.lose_result = True
+    running.send(submit(make_request("a", [1, 2, 3])))
+    while running.driver.engine.status().state != "recovering":
+        time.sleep(0.001)
+    begin = time.monotonic()
+    running.end()
+    assert time.monotonic() - begin < 2.0
+    opened.set()
+
+
+def test_a_loss_with_recovery_off_ends_the_engine():
+    running = Running(recovery=RecoveryConfig(enable_recovery=False))
+    running.driver.executor.lose_result = True
+    running.send(submit(make_request("a", [1, 2, 3])))
+    messages = []
+    while not messages or not isinstance(messages[-1], Fatal):
+        messages.append(running.receive())
+    outputs = [output for message in messages[:-1] for output in message.outputs]
+    assert outputs[-1].error.status == 503
+    assert "lost in a step" in messages[-1].cause
+    running.has_ended()
+
+
+def beats_of(running: Running, count: int) -> list[Beat]:
+    beats = []
+    while len(beats) < count:
+        message = running.receive()
+        if isinstance(message, Beat):
+            beats.append(message)
+    return beats
+
+
+def test_the_heart_beats_within_a_long_step():
+    running = Running(gated=True)
+    running.send(submit(make_request("a", [1, 2, 3])))
+    running.wait_for_step(1)
+    begin = time.monotonic()
+    with Heartbeat(running.core._channel, running.driver.engine):
+        beats = beats_of(running, 4)
+        assert time.monotonic() - begin < 4 * BEAT_S + 0.5
+        assert len({(beat.turns, beat.progress) for beat in beats}) == 1  # neither moves: such an engine may be hung
+        running.let(1)
+        running.wait_for_step(2)
+        assert beats_of(running, 2)[-1].turns > beats[-1].turns
+        running.let(1000)
+        running.outputs_and_beats_until("a")
+    running.end()
+
+
+def test_a_change_of_state_is_heard_at_once():
+    running = Running(gated=True)
+    running.driver.executor.restart = lambda epoch: (time.sleep(0.3), running.driver.layout)[1]
+    running.send(submit(make_request("a", [1, 2, 3], max_tokens=40)))
+    running.wait_for_step(1)
+    with Heartbeat(running.core._channel, running.driver.engine):
+        beats_of(running, 1)
+        running.driver.executor.lose_submit = True
+        begin = time.monotonic()
+        running.let(1)
+        while beats_of(running, 1)[0].status.state != "recovering":
+            pass
+        assert time.monotonic() - begin < BEAT_S
+        running.driver.executor._begin(1)
+        running.let(1000)
+        running.outputs_and_beats_until("a")
+    running.end()
+
+
+def test_a_loading_engine_beats():
+    ours, theirs = socket.socketpair()
+    ours.settimeout(PATIENCE)
+    with Heartbeat(FrameSocket(theirs)) as heartbeat:
+        heartbeat.progress += 1
+        beat = decode_from_engine(ours.recv(body_length(ours.recv(4))))
+    assert isinstance(beat, Beat)
+    assert (beat.status.state, beat.turns) == ("loading", 0)
+    ours.close()
+    theirs.close()
