@@ -220,7 +220,6 @@ class Engine:
         if self._scheduler.running and not self._scheduler.parked and now - self._wanted_from < _QUIET_S:
             return None
         self._wanted_from = None
-        self._look_again = now + _QUIET_S  # if it fails, not again at once
         return what
 
     def _add_compiled(self) -> None:

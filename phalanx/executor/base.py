@@ -108,8 +108,8 @@ class Executor(Protocol):
 
     @property
     def wants_restart(self) -> str | None:
-        """What a restart at a quiet moment would take in again, in words; None when there is nothing. Asked when idle
-        and now and then."""
+        """What a restart at a quiet moment would take in again, in words; None when there is nothing. Where that has
+        failed, it is not proposed again for a while, longer each time. Cheap enough to be asked once a second."""
         ...
 
     def restart(self, epoch: int) -> CacheLayout:

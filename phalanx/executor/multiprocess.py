@@ -24,7 +24,7 @@ from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
 from phalanx.executor.seating import Choose
-from phalanx.executor.supervisor import Ended, Kill, Launch, Started, decode_from_supervisor, receive, send
+from phalanx.executor.supervisor import Awake, Ended, Kill, Launch, Started, decode_from_supervisor, receive, send
 from phalanx.worker.limits import usable_cores
 
 _END_S = 5.0
@@ -69,15 +69,22 @@ class SupervisorProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._listener: threading.Thread | None = None
+        self._awake = False
 
     def start(self) -> None:
         """Start it, unless it runs. It is quick: what it imports, it imports on its own."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
+        self._awake = False
         self._process, self._sock = start_supervisor(zygote=self._zygote)
         self._listener = threading.Thread(target=self._listen, args=(self._sock,), name="supervisor", daemon=True)
         self._listener.start()
+
+    def await_awake(self, seconds: float) -> bool:
+        """Until it has imported what it needs."""
+        with self._heard:
+            return self._heard.wait_for(lambda: self._awake, seconds)
 
     def launch(self, starts: list[RankStart], *, fork: bool | None = None) -> None:
         """Start these ranks, by default forked when the supervisor is a zygote. That one has failed to start is its
@@ -160,8 +167,12 @@ class SupervisorProcess:
                 process.cause = process.cause or self._own_end()
             self._heard.notify_all()
 
-    def _hear(self, message: Started | Ended) -> None:
+    def _hear(self, message: Started | Ended | Awake) -> None:
         with self._heard:
+            if isinstance(message, Awake):
+                self._awake = True
+                self._heard.notify_all()
+                return
             process = self._ranks.setdefault(message.rank, _Process())
             if isinstance(message, Started):
                 process.pid = message.pid

@@ -59,6 +59,7 @@ REPORT_S = 10.0
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0
 _SILENCE_S = 4 * BEAT_S
+_AWAKE_S = 60.0
 
 Say = Callable[[str], None]
 """Shows a line of progress."""
@@ -174,7 +175,9 @@ class NodeAgent:
         self._session_key = derive(self._secret, "session", answer.session)
         self._door.open(self._session_key)
         self._say(f"joined node 0 ({answer.name}) at {self._at}; this node is {address}.")
-        threading.Thread(target=self._find_model, name="model", daemon=True).start()
+        self._supervisor = SupervisorProcess(zygote=self._config.model.device != "cuda")
+        self._supervisor.start()  # it imports what ranks need while the model is looked for
+        threading.Thread(target=self._find_model, args=(self._supervisor,), name="model", daemon=True).start()
         return stream
 
     def _connect(self) -> socket.socket:
@@ -198,9 +201,10 @@ class NodeAgent:
                 self._say(f"waiting for node 0 at {self._at}: {reason} ({patience}).")
             time.sleep(0.5)
 
-    def _find_model(self) -> None:
+    def _find_model(self, supervisor: SupervisorProcess) -> None:
         try:
             prepared = Prepared(survey(self._prepare()))
+            supervisor.await_awake(_AWAKE_S)  # a node that comes back is given ranks at once, and others wait for them
             self._say("the model is here; waiting for the other nodes.")
         except PhalanxError as error:
             model = self._config.model.model
@@ -248,13 +252,13 @@ class NodeAgent:
             self._door.close()
             self._door = None
         if self._supervisor is None:
-            self._supervisor = SupervisorProcess(zygote=order.device == "cpu")
+            return
         plan, key = place_ranks(order.ranks), derive(self._session_key, "hub")
         starts = []
         for start in order.starts:
             cores, threads = plan[start.rank - order.first]
             starts.append(msgspec.structs.replace(start, key=key, cores=cores, threads=threads))
-        self._supervisor.launch(starts)
+        self._supervisor.launch(starts, fork=order.device == "cpu")
         for start in starts:
             watch = (self._supervisor, start.rank, order.life)
             threading.Thread(target=self._watch, args=watch, name=f"rank {start.rank}", daemon=True).start()

@@ -62,8 +62,12 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     cause: str
 
 
+class Awake(msgspec.Struct, frozen=True, tag="awake"):
+    """All is imported; from now on ranks start at once."""
+
+
 ToSupervisor = Launch | Kill
-FromSupervisor = Started | Ended
+FromSupervisor = Started | Ended | Awake
 
 _to = msgspec.msgpack.Decoder(ToSupervisor)
 _from = msgspec.msgpack.Decoder(FromSupervisor)
@@ -127,6 +131,7 @@ class Supervisor:
     def run(self) -> None:
         """At its end every rank is killed and reaped."""
         try:
+            send(self._sock, Awake())
             while True:
                 poll = select.poll()
                 for fd in (self._sock.fileno(), self._parent, *self._ranks):

@@ -25,6 +25,7 @@ from tests.helpers.source import ROOT
 pytestmark = pytest.mark.slow
 
 PROMPTS = ("hello there", "the quick brown fox")
+OFF = "--no-enable-recovery"
 SAID = "Xylophones quarrel with zeppelins"
 """A prompt whose tokens would be seen on the wire."""
 
@@ -121,7 +122,8 @@ def test_three_nodes_two_stages_of_different_width(three_hosts: list[Host], tiny
 
 
 def test_a_killed_node(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> None:
-    with running(two_hosts, tmp_path, str(tiny), "-pp", "2", "--dtype", "float32") as cluster:
+    """Without recovery: an error that says what happened."""
+    with running(two_hosts, tmp_path, str(tiny), "-pp", "2", "--dtype", "float32", OFF) as cluster:
         begin = time.monotonic()
         two_hosts[1].kill()
         text = failure(cluster, 5)
@@ -140,8 +142,8 @@ def test_node_0_is_killed(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> 
 
 
 def test_a_hung_node(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> None:
-    """Its kernel answers, its processes do not: that takes longer to be sure of."""
-    with running(two_hosts, tmp_path, str(tiny), "-pp", "2", "--dtype", "float32") as cluster:
+    """Its kernel answers, its processes do not: that takes longer to be sure of. Without recovery."""
+    with running(two_hosts, tmp_path, str(tiny), "-pp", "2", "--dtype", "float32", OFF) as cluster:
         two_hosts[1].signal_all(signal.SIGSTOP)
         text = failure(cluster, 30)
         assert "node 1 (host1, 10.77.0.11) was lost, with rank 1" in text

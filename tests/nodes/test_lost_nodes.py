@@ -1,0 +1,129 @@
+"""Nodes that vanish in mid-stream: the model is split anew over those that are left, the text stays the same, and a
+node that is started again is taken in when nobody is waiting."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.hosts import Host
+from tests.helpers.node_cluster import Cluster, running
+from tests.helpers.one_rank import continuations
+from tests.helpers.processes import wait_until
+
+PROMPT, TOKENS = "hello there", 240
+OPTIONS = ("--dtype", "float32", "--replacement-timeout", "1")
+
+
+class Asking(threading.Thread):
+    """A long streamed answer, on its own thread."""
+
+    def __init__(self, cluster: Cluster):
+        super().__init__(daemon=True)
+        self.cluster, self.text, self.error = cluster, "", None
+        self.start()
+
+    def run(self) -> None:
+        body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+        url = "http://127.0.0.1:8000/v1/completions"
+        try:
+            with self.cluster.hosts[0].network(), httpx.stream("POST", url, json=body, timeout=120) as answer:
+                answer.raise_for_status()
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        chunk = httpx.Response(200, content=line[6:]).json()
+                        if "error" in chunk:
+                            self.error = chunk["error"]
+                            return
+                        self.text += "".join(choice["text"] for choice in chunk["choices"])
+        except httpx.HTTPError as error:
+            self.error = error
+
+    def under_way(self) -> None:
+        assert wait_until(lambda: len(self.text) > 40 or self.error is not None, 30), self.cluster.outputs()
+        assert self.is_alive() and self.error is None, (self.error, self.cluster.outputs())
+
+    def answer(self, seconds: float = 60) -> str:
+        self.join(seconds)
+        assert not self.is_alive() and self.error is None, (self.error, self.cluster.outputs())
+        return self.text
+
+
+def status(cluster: Cluster) -> dict[str, Any]:
+    with cluster.hosts[0].network():
+        return httpx.get("http://127.0.0.1:8000/status", timeout=10).json()
+
+
+def ranks(cluster: Cluster) -> list[str]:
+    """The node of each."""
+    return [worker["node"] for worker in status(cluster)["workers"]]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> str:
+    return continuations(str(tiny), [PROMPT], TOKENS)[0]
+
+
+def test_a_killed_node_and_its_return(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
+    with running(two_hosts, tmp_path, str(tiny), "-tp", "2", *OPTIONS) as cluster:
+        assert ranks(cluster) == ["host0", "host1"]
+        asking = Asking(cluster)
+        asking.under_way()
+        two_hosts[1].kill()
+        assert asking.answer() == expected
+        assert ranks(cluster) == ["host0"]
+        cluster.start(1)
+        cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 30)
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 20), cluster.outputs()
+        assert cluster.complete(PROMPT, TOKENS) == expected
+
+
+@pytest.mark.slow
+def test_down_to_the_last_and_up_again(three_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
+    """One node falls silent, one is killed; the latter comes back first, in mid-stream, and is not taken in before."""
+    with running(three_hosts, tmp_path, str(tiny), "-tp", "3", *OPTIONS) as cluster:
+        for host, left in ((2, ["host0", "host1"]), (1, ["host0"])):
+            asking = Asking(cluster)
+            asking.under_way()
+            three_hosts[host].cut() if host == 2 else three_hosts[host].kill()
+            assert asking.answer() == expected
+            assert ranks(cluster) == left
+        assert cluster.nodes[2].ends(10) == 1
+        three_hosts[2].heal()
+        for host, there in ((1, ["host0", "host1"]), (2, ["host0", "host1", "host2"])):
+            cluster.start(host)
+            cluster.nodes[0].says(rf"Node {host} \(host{host}, \S+\) is back", 30)
+            assert wait_until(lambda there=there: ranks(cluster) == there, 20), cluster.outputs()
+            assert cluster.complete(PROMPT, TOKENS) == expected
+
+
+@pytest.mark.slow
+def test_a_frozen_node_wakes_up_too_late(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
+    with running(two_hosts, tmp_path, str(tiny), "-pp", "2", *OPTIONS) as cluster:
+        asking = Asking(cluster)
+        asking.under_way()
+        two_hosts[1].signal_all(signal.SIGSTOP)
+        assert asking.answer(90) == expected
+        assert ranks(cluster) == ["host0"]
+        two_hosts[1].signal_all(signal.SIGCONT)
+        assert cluster.nodes[1].ends(15) == 1
+        assert not two_hosts[1].pids()
+        cluster.start(1)
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 40), cluster.outputs()
+        assert cluster.complete(PROMPT, TOKENS) == expected
+
+
+@pytest.mark.slow
+def test_a_node_that_has_changed_is_not_taken_in(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> None:
+    with running(two_hosts, tmp_path, str(tiny), "-tp", "2", *OPTIONS) as cluster:
+        two_hosts[1].kill()
+        cluster.nodes[0].says("The model is split anew: 1 rank, on host0", 20)
+        other = cluster.start(1, hide=[tiny])
+        assert other.ends(60) == 1
+        assert f"Node 1 (host1) cannot use the model: {tiny} holds no model" in other.output
+        assert ranks(cluster) == ["host0"]
