@@ -90,7 +90,7 @@ class Stretch:
         loads = [Load(serving, oracle, self._rng.randrange(1 << 30)) for _ in range(STREAMS)]
         until = time.monotonic() + seconds
         try:
-            while (left := until - time.monotonic()) > 0:
+            while (left := until - time.monotonic()) > 0 and serving.process.poll() is None:
                 self._wait(serving, min(left, self._rng.uniform(*self._pauses)))
                 if time.monotonic() < until:
                     self._fault(serving, loads)
@@ -114,14 +114,13 @@ class Stretch:
         try:
             status = serving.status()
         except OSError as error:
-            self.complaints.append(f"/status does not answer: {error}")
-            return {"state": "?", "epoch": -1}
+            return {"state": f"/status does not answer: {error}", "epoch": -1}
         self.recoveries.update({recovery["epoch"]: recovery for recovery in status.get("recoveries") or []})
         return status
 
     def _fault(self, serving: Serving, loads: list[Load]) -> None:
         case = self._choose()
-        wait_until(lambda: serving.status()["state"] == "ready", 60)
+        wait_until(lambda: self._look(serving)["state"] == "ready", 60)
         epoch = self._look(serving)["epoch"]
         clients = [load.now for load in loads if load.now is not None and load.now.is_alive()]
         try:
@@ -167,6 +166,10 @@ class Stretch:
         self.place.start_node(len(self.place.hosts) - 1)
 
     def _end(self, serving: Serving, before: Any) -> None:
+        if serving.process.poll() is not None:
+            self.complaints.append(f"the server ended with exit code {serving.process.poll()}")
+            self.complaints.append(serving.output[-3000:])
+            return
         if not serving.at_rest(60):
             self.complaints.append(f"it does not come to rest: {self._look(serving)}")
         else:
@@ -183,7 +186,8 @@ class Stretch:
 
     def _figures(self, loads: list[Load]) -> dict[str, Any]:
         found = list(self.recoveries.values())
-        splits = [r for r in found if r.get("plan") == "split"]
+        splits = [r for r in found if r["plan"] == "split" and r["kind"] != "regained"]
+        regained = [r for r in found if r["kind"] == "regained"]
 
         def of(name: str, among: list[dict[str, Any]]) -> list[float]:
             return [recovery[name] for recovery in among if recovery.get(name) is not None]
@@ -201,8 +205,9 @@ class Stretch:
             "longest_silence_s": max(load.silence for load in loads),
             "times": {
                 "detection": of("detection_s", found),
-                "reload": of("reload_s", [r for r in found if r not in splits]),
+                "reload": of("reload_s", [r for r in found if r["plan"] == "restart"]),
                 "re-split": of("reload_s", splits),
+                "taking back": of("reload_s", regained),
                 "first token": of("first_token_s", found),
                 "streams moved (clients)": self.moved,
             },

@@ -208,20 +208,21 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outage:
-    """From a loss until all workers were there again."""
-
     began: float
+    """The last sign of life."""
+    noticed: float
     ended: float
+    """All workers were there again."""
 
 
 def check_health(samples: Sequence[Sample], outages: Sequence[Outage], *, able: tuple[float, float]) -> list[str]:
-    """Never ready while unable, never unready while able; each with the time that the truth may take. `able` is from
-    when to when the server was there at all, apart from the outages."""
+    """Never ready while it is known to be unable, never unready while able; each with the time that the truth may
+    take. `able` is from when to when the server was there at all, apart from the outages."""
     found = []
     for sample in samples:
         if sample.ready is None:
             found.append(f"health did not answer at {sample.at - able[0]:.2f} s")
-        elif sample.ready and any(o.began + TRUTH_S < sample.at < o.ended - 0.05 for o in outages):
+        elif sample.ready and any(o.noticed + TRUTH_S < sample.at < o.ended - 0.05 for o in outages):
             found.append(f"ready in the midst of an outage, at {sample.at - able[0]:.2f} s")
         elif (
             not sample.ready

@@ -146,7 +146,7 @@ class Nemesis:
         serving, oracle = self.world.serving, self.world.oracle
         assert serving is not None and oracle is not None
         assert serving.at_rest(), f"it is not at rest before the fault: {serving.status()}"
-        before, counted = serving.baseline(), dict(serving.status().get("failures") or {})
+        before, counted = serving.baseline(), dict(serving.status()["failures"])
         bound = self.bound(case, serving)
         epoch, looker, offset = serving.status()["epoch"], Onlooker(serving), time.time() - time.monotonic()
         able_from = time.monotonic()
@@ -169,10 +169,9 @@ class Nemesis:
             self._ended_well(serving, report)
             return
         self._check_server(case, serving, before, counted, report)
-        report.recoveries = [r for r in serving.status().get("recoveries") or [] if r["epoch"] > epoch]
+        report.recoveries = [r for r in serving.status()["recoveries"] if r["epoch"] > epoch]
         outages = [_outage(recovery, offset) for recovery in report.recoveries]
-        if "recoveries" in serving.status():
-            report.complaints += check_health(looker.samples, outages, able=(able_from, able_to))
+        report.complaints += check_health(looker.samples, outages, able=(able_from, able_to))
 
     def _ask_and_strike(self, case: Case, serving: Serving, oracle: Oracle) -> list[Client]:
         """Ask, and do it, in the order that the phase says."""
@@ -313,7 +312,7 @@ class Nemesis:
 
     def bound(self, case: Case, serving: Serving) -> float:
         """Seconds that a stream may be silent."""
-        hang = max(1.0, float(serving.status().get("hang_bound") or 1.0))
+        hang = max(1.0, serving.status()["hang_bound"])
         noticed = hang + 1 if case.fault in HANGS else SILENT_S if case.fault in LINK else KILLED_S
         bound = noticed + RESTART_S[case.executor]
         if case.target == "engine":
@@ -341,8 +340,10 @@ class Nemesis:
             return  # there is less of it now
         wait_until(lambda: not check_rest(before, serving.baseline()), 5)
         report.complaints += check_rest(before, serving.baseline())
-        failures = serving.status().get("failures")
-        if failures is not None and case.phase != "recovery" and case.target not in ("actor", "front"):
+        failures = serving.status()["failures"]
+        if failures != (measured := _measured_failures(serving)):
+            report.complaints.append(f"/status counts the losses {failures}, the metrics {measured}")
+        if case.phase != "recovery" and case.target not in ("actor", "front"):
             new = {kind: number - counted.get(kind, 0) for kind, number in failures.items()}
             wanted = [] if case.fault in HARMLESS else [KINDS[case.fault]]
             report.complaints += check_counts(wanted, new)
@@ -404,6 +405,15 @@ def _left(serving: Serving) -> list[str]:
 
 
 def _outage(recovery: dict[str, Any], offset: float) -> Outage:
-    """On the monotonic clock: from the last sign of life to the notice, and on until all was there again."""
-    began = recovery["since"] - offset
-    return Outage(began - (recovery.get("detection_s") or 0.0), began + (recovery.get("reload_s") or 0.0))
+    """On the monotonic clock."""
+    noticed = recovery["since"] - offset
+    return Outage(noticed - (recovery["detection_s"] or 0.0), noticed, noticed + (recovery["reload_s"] or 0.0))
+
+
+def _measured_failures(serving: Serving) -> dict[str, int]:
+    """By kind, from the metrics; those that there were."""
+    found = {}
+    for name, value in serving.metrics().items():
+        if name.startswith("phalanx:worker_failures_total") and value:
+            found[name.partition('kind="')[2].partition('"')[0]] = int(value)
+    return found

@@ -161,7 +161,10 @@ class Serving:
 
         def settled() -> bool:
             nonlocal state
-            status = self.status()
+            try:
+                status = self.status()
+            except OSError:
+                return self.process.poll() is not None
             busy = status["requests"]["running"] or status["requests"]["waiting"]
             at_rest = status["state"] == "ready" and not busy and status["kv"]["free"] == status["kv"]["blocks"]
             state = "at rest" if at_rest else status["state"]

@@ -183,7 +183,7 @@ def test_silence():
 
 
 class TestHealth:
-    outage = (Outage(20.0, 25.0),)
+    outage = (Outage(18.0, 20.0, 25.0),)
     able = (10.0, 40.0)
 
     def check(self, *samples: tuple[float, bool | None]) -> list[str]:
@@ -191,7 +191,9 @@ class TestHealth:
 
     def test_the_truth(self):
         assert (
-            self.check((5, False), (12, True), (20.9, True), (21.5, False), (25.9, False), (30, True), (50, False))
+            self.check(
+                (5, False), (12, True), (19, False), (20.9, True), (21.5, False), (25.9, False), (30, True), (50, False)
+            )
             == []
         )
 
