@@ -13,8 +13,9 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,9 @@ _ACTOR_S = 90.0
 _KILL_S = 5.0
 _GONE_S = 3.0
 _PAUSE_S = 0.25
-_SILENT_S = 30.0
-"""A node that was silent so long ago, and that Ray has not given up since, is tried again."""
+_SILENT_S = 5.0
+"""For so long a node that was silent is not tried again; then it is if it can be reached."""
+_REACH_S = 1.0
 
 
 @dataclass
@@ -172,7 +174,8 @@ class RayPlaces:
         """As `replace`, without waiting for room; whether there was any."""
         place, view = self.places[seat], self.view
         self.end(place)
-        if place.site.node in view.alive() and not place.silent:
+        there = view.alive().get(place.site.node)
+        if there is not None and not place.silent and (place.silent_since == -math.inf or _answers(there)):
             self.places[seat] = Place(place.group, place.bundle, place.site)
             return True
         others = [site for site in view.nodes() if site.node != place.site.node]
@@ -328,6 +331,15 @@ def _did_not_start(rank: int, place: Place, error: Exception) -> Exception:
                 fix=f"Run `pip install 'phalanx[ray]'` on {place.site.name}, or use one image for all nodes.",
             )
     return WorkerDied(rank, death_in_words(error, place.site.name), node=place.site.name)
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    """Whether its raylet can be reached."""
+    try:
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_REACH_S):
+            return True
+    except OSError:
+        return False
 
 
 def _running(pid: int) -> bool:

@@ -19,12 +19,14 @@ import pytest
 
 from phalanx.config import EngineConfig
 from phalanx.distributed.mesh import Mesh
+from phalanx.engine.resolution import splitter
 from phalanx.errors import ConfigError
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.ray import RayLauncher
 from phalanx.executor.ray_places import RayPlaces
+from phalanx.executor.seating import Choose
 from tests.helpers.one_request import PROMPT, generate
 from tests.helpers.plans import GREEDY
 from tests.helpers.processes import alive, gone_within, wait_until
@@ -55,10 +57,10 @@ def want(reference) -> list[int]:
 
 
 class Started:
-    def __init__(self, config: EngineConfig, mesh: Mesh):
+    def __init__(self, config: EngineConfig, mesh: Mesh, choose: Choose | None = None):
         layout = Layout(mesh, (), config.parallel.stage_layers)
         self.places = RayPlaces(mesh, config.parallel, config.model.device)
-        self.executor = HubExecutor(RayLauncher(config, layout, places=self.places), layout)
+        self.executor = HubExecutor(RayLauncher(config, layout, places=self.places), layout, choose=choose)
         self.config = config
 
     def __enter__(self) -> Started:
@@ -295,6 +297,28 @@ class TestMoreRanks:
             assert generate(ranks.executor, epoch=2) == want
             assert ranks.nodes[lost] == cluster.id("h4") and len(cluster.groups()) == 2
         cluster.kill("h4")
+
+    def test_without_room_for_a_lost_rank_the_model_is_split_over_the_others(self, cluster, model, want):
+        """Until a node comes that has room."""
+        cluster.add("h5", num_cpus=1)
+        options = {"tensor_parallel_size": 3, "distributed_executor_backend": "ray", "replacement_timeout": 1.0}
+        config = engine_config(model, placement_strategy="STRICT_SPREAD", **options)
+        with Started(config, Mesh(tp=3), splitter(config)) as ranks:
+            lost = ranks.nodes.index(cluster.id("h5"))
+            cluster.kill("h5")
+            with pytest.raises(WorkerDied):
+                until_it_breaks(ranks, 0)
+            began = time.monotonic()
+            ranks.executor.restart(1)
+            assert time.monotonic() - began < 6
+            assert generate(ranks.executor, epoch=1) == want
+            assert len(ranks.executor.check_health()) == 2 and ranks.executor.wants_restart is None
+            cluster.add("h6", num_cpus=1)
+            assert wait_until(lambda: ranks.executor.wants_restart is not None, 10)
+            ranks.executor.restart(2)
+            assert generate(ranks.executor, epoch=2) == want
+            assert len(ranks.executor.check_health()) == 3 and ranks.nodes[lost] == cluster.id("h6")
+        cluster.kill("h6")
 
 
 @pytest.mark.usefixtures("clean")
