@@ -290,44 +290,6 @@ def test_a_second_signal_ends_the_process_on_the_spot(number: signal.Signals) ->
         serve.kill()
 
 
-def test_health_is_honest_when_the_engine_hangs_or_dies() -> None:
-    serve = Serve("--port", "0", *SMALL)
-    try:
-        base = serve.until(r"Ready: (http://\S+)")[1]
-        engine = psutil.Process(httpx.get(f"{base}/status").json()["engine"]["pid"])
-
-        def turns(path: str, status: int, seconds: float) -> None:
-            deadline = time.monotonic() + seconds
-            while httpx.get(base + path).status_code != status:
-                assert time.monotonic() < deadline, httpx.get(base + path).text
-                time.sleep(0.05)
-
-        engine.suspend()
-        turns("/health", 503, 10)
-        assert httpx.get(f"{base}/health/live").status_code == 503
-        engine.resume()
-        turns("/health", 200, 5)
-        body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            engine.kill()
-            rest = [line for line in lines if line]
-        assert json.loads(rest[-2].removeprefix("data: "))["error"]["type"] == "server_error"
-        assert rest[-1] == "data: [DONE]"
-        turns("/health", 503, 1)
-        refused = httpx.post(f"{base}/v1/completions", json=body)
-        assert refused.status_code == 503
-        assert refused.headers["retry-after"]
-        assert httpx.get(f"{base}/status").json()["state"] == "failed"
-        assert httpx.get(f"{base}/metrics").status_code == 200
-        serve.process.send_signal(signal.SIGTERM)
-        assert serve.ends(10) == 0
-        assert "Traceback" not in serve.output
-    finally:
-        serve.kill()
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -1,0 +1,156 @@
+"""`phalanx serve` as a process whose engine is killed or stopped: what clients and probes see, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.helpers.processes import alive, gone_within
+from tests.helpers.serve_process import Serve
+from tests.helpers.tiny_model import write_tiny_model
+
+BODY: dict[str, Any] = {
+    "prompt": "Once upon", "max_tokens": 240, "ignore_eos": True, "stream": True, "temperature": 0
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def serving(model: Path, *options: str) -> Iterator[tuple[Serve, str]]:
+    serve = Serve(str(model), "--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "8M", *options)
+    try:
+        yield serve, serve.base()
+    finally:
+        serve.kill()
+
+
+def engine_of(base: str) -> psutil.Process:
+    return psutil.Process(httpx.get(f"{base}/status").json()["engine"]["pid"])
+
+
+def turns(base: str, path: str, status: int, seconds: float) -> httpx.Response:
+    deadline = time.monotonic() + seconds
+    while (answer := httpx.get(base + path)).status_code != status:
+        assert time.monotonic() < deadline, answer.text
+        time.sleep(0.05)
+    return answer
+
+
+def text_of(lines: list[str]) -> str:
+    data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return "".join(json.loads(each)["choices"][0]["text"] for each in data[:-1])
+
+
+def streamed(base: str, then: Any = None, before: int = 20) -> list[str]:
+    """The lines of a streamed answer; `then` is called after the first `before` of them."""
+    lines: list[str] = []
+    with httpx.stream("POST", f"{base}/v1/completions", json=BODY, timeout=60) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if not line:
+                continue
+            lines.append(line)
+            if then is not None and len(lines) == before:
+                then()
+    return lines
+
+
+def test_streams_go_on_when_the_engine_is_killed_or_hangs(model: Path) -> None:
+    with serving(model) as (serve, base):
+        assert "Recovery: on; a worker without progress for 10 s counts as hung" in serve.output
+        whole = text_of(streamed(base))
+        killed = engine_of(base)
+        assert text_of(streamed(base, killed.kill)) == whole
+        assert not alive(killed.pid)
+        stopped = engine_of(base)
+        assert text_of(streamed(base, stopped.suspend)) == whole
+        assert not alive(stopped.pid)
+        assert httpx.get(f"{base}/health").status_code == 200
+        assert httpx.get(f"{base}/status").json()["epoch"] == 2
+        for line in (
+            r"The engine process on \S+ was lost: it was killed by SIGKILL \(noticed after 0\.\d+ s\)\. "
+            r"Recovering: 1 request waits\.",
+            r"Recovered in [\d.]+ s: the engine process was started again in [\d.]+ s, next token after [\d.]+ s; "
+            r"1 request goes on, \d+ tokens were computed again\.",
+            r"was lost: it has not answered for \d\.\d s, so it was ended",
+        ):
+            serve.until(line, 1)
+
+        idle = engine_of(base)  # and now SIGTERM in the middle of a recovery
+        lines: list[str] = streamed(base, lambda: (idle.kill(), serve.process.send_signal(signal.SIGTERM)))
+        assert text_of(lines) == whole
+        assert serve.ends(10) == 0
+        assert "Shutting down: 1 request(s) running, at most 30 s more." in serve.output
+        assert "Traceback" not in serve.output
+
+
+def test_without_recovery_a_loss_ends_all_streams_and_health_says_so(model: Path) -> None:
+    with serving(model, "--no-enable-recovery") as (serve, base):
+        engine = engine_of(base)
+        engine.suspend()
+        turns(base, "/health", 503, 10)
+        engine.resume()
+        turns(base, "/health", 200, 5)
+        lines = streamed(base, engine.kill)
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "server_error"
+        assert lines[-1] == "data: [DONE]"
+        turns(base, "/health", 503, 1)
+        turns(base, "/health/live", 503, 1)
+        refused = httpx.post(f"{base}/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"]
+        assert httpx.get(f"{base}/status").json()["state"] == "failed"
+        assert httpx.get(f"{base}/metrics").status_code == 200
+        serve.process.send_signal(signal.SIGTERM)
+        assert serve.ends(10) == 0
+        assert "Traceback" not in serve.output
+
+
+def test_when_nothing_helps_the_server_ends_with_one_line(model: Path, tmp_path: Path) -> None:
+    """The model's files are gone."""
+    copy = tmp_path / "model"
+    shutil.copytree(model, copy)
+    with serving(copy, "--recovery-timeout", "2") as (serve, base):
+        engine = engine_of(base)
+
+        def ruin() -> None:
+            (copy / "model.safetensors").unlink()
+            engine.kill()
+
+        lines = streamed(base, ruin)
+        assert lines[-1] == "data: [DONE]"
+        assert sum('"error"' in line for line in lines) == 1
+        assert serve.ends(10) == 1
+        assert "safetensors" in serve.lines[-1]
+        assert serve.lines[-1].startswith("error: The engine process is gone: it was killed by SIGKILL.")
+        assert "Traceback" not in serve.output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nothing_outlives_a_killed_front_end(model: Path, ranks: int) -> None:
+    """Also not the engine that replaced another one."""
+    with serving(model, "--tensor-parallel-size", str(ranks)) as (serve, base):
+        engine_of(base).kill()
+        turns(base, "/health", 503, 2)
+        turns(base, "/health", 200, 30)
+        below = psutil.Process(serve.process.pid).children(recursive=True)
+        assert len(below) >= ranks
+        serve.process.kill()
+        serve.process.wait()
+        for process in below:
+            assert gone_within(process.pid, 5.0), process
