@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from phalanx.distributed.transports.abort import Abort, GroupBroken
+from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
 from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.distributed.transports.sums import (
     ALL_REDUCE,
@@ -153,7 +153,8 @@ class TcpGroup:
                 work = unfinished
                 self._wait(waiting, deadline, kind)
         except GroupBroken as broken:
-            raise self._broken(f"{self._me}: {broken.message}", type(broken)) from None
+            kind = PeerLost if isinstance(broken, PeerLost) else GroupBroken
+            raise self._broken(f"{self._me}: {broken.message}", kind) from None
 
     def _wait(self, waiting: Mapping[int, int], deadline: float | None, kind: int) -> None:
         """Until one of the streams (events by rank) can go on."""
