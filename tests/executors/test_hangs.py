@@ -19,6 +19,7 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.multiprocess import SupervisorProcess
+from tests.executors.conftest import KINDS
 from tests.helpers.one_request import generate
 from tests.helpers.plans import Run, admission, plan
 from tests.helpers.processes import alive, gone_within
@@ -260,3 +261,20 @@ def test_progress_is_seen_while_loading_and_computing(executor):
         generate(executor, 2)
         seen.append(executor.progress)
     assert seen == sorted(set(seen))
+
+
+@SLOW
+def test_an_actor_of_ray(warm, model):
+    """Stopped while nothing was to be done, it is found out when there is."""
+    executor = KINDS["ray-tp2"].make(warm)
+    executor.start(engine_config(model, hang_timeout=BOUND))
+    want, stopped = generate(executor), pids(executor)[1]
+    os.kill(stopped, signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(WorkerDied) as caught:
+        step(executor, 1)
+    assert (caught.value.rank, caught.value.kind) == (1, "hung")
+    assert time.monotonic() - begun < 12 * BOUND + QUICK
+    executor.restart(1)
+    assert generate(executor, epoch=1) == want and not alive(stopped)
+    executor.close()
