@@ -56,7 +56,8 @@ def join_bound(floor: float) -> float:
 class Bounds:
     """Seconds of patience, from the floor and from what was measured of steps, by their size: tokens, in powers of 2.
 
-    A step of more than twice the tokens of any before in its epoch is a first step.
+    A step of more than twice the tokens of any before in its epoch is a first step. One thread says that steps are
+    done, another may ask at the same time.
     """
 
     floor: float
@@ -92,7 +93,7 @@ class Bounds:
 
     def steady(self, tokens: int | None = None) -> float:
         """Without progress in a step of a known size, or of any."""
-        known = [p for size, p in self.pauses.items() if tokens is None or size <= tokens.bit_length() + 1]
+        known = [p for size, p in list(self.pauses.items()) if tokens is None or size <= tokens.bit_length() + 1]
         return max(self.floor, STEADY * max(known, default=0.0))
 
     @property

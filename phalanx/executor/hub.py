@@ -500,9 +500,9 @@ class HubExecutor:
         if self._due:
             ranks = tuple(m.rank for m in self._members if m.reached != self._due)
             return Awaited((self._epoch, self._due), None, self._due in ("Met", "Loaded"), ranks)
-        if self._traffic is None or self._traffic.unread or not self._pending:
+        oldest = next(iter(list(self._pending)), None)  # which the thread that collects takes from
+        if oldest is None or self._traffic is None or self._traffic.unread:
             return None
-        oldest = self._pending[0]
         return Awaited(oldest, oldest.tokens, False, tuple(m.rank for m in self._members))
 
     def _condemn(self, verdict: Verdict) -> None:
@@ -535,7 +535,7 @@ class HubExecutor:
             return
         message = decode_from_rank(content)
         with self._changed:
-            if self._members[member.rank] is not member:
+            if member not in self._members:
                 return
             if isinstance(message, Pong):
                 self._count += self._vigil.answered(member.rank, message.count, message.waits_for, time.monotonic())
