@@ -153,8 +153,8 @@ class TcpGroup:
                 work = unfinished
                 self._wait(waiting, deadline, kind)
         except GroupBroken as broken:
-            kind = PeerLost if isinstance(broken, PeerLost) else GroupBroken
-            raise self._broken(f"{self._me}: {broken.message}", kind) from None
+            lost = PeerLost if isinstance(broken, PeerLost) else GroupBroken
+            raise self._broken(f"{self._me}: {broken.message}", lost) from None
 
     def _wait(self, waiting: Mapping[int, int], deadline: float | None, kind: int) -> None:
         """Until one of the streams (events by rank) can go on."""
