@@ -340,18 +340,6 @@ def test_what_has_come_back_is_taken_in_when_idle_and_after_a_while_when_not() -
     driver.drain()
 
 
-def test_what_does_not_help_is_not_taken_in_over_and_over() -> None:
-    driver = Driver()
-    driver.executor.returned = "a place that is of no use"
-    begin = driver.clock.now
-    while driver.clock.now - begin < 30:
-        driver.engine.tick()
-        while driver.engine.has_work:
-            driver.step()
-        driver.clock.advance(0.4)
-    assert len(driver.executor.restarts) == 1
-
-
 # A second loss
 
 
