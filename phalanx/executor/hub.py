@@ -113,6 +113,8 @@ class HubExecutor:
         self._seating: Seating | None = None
         self._blocks, self._most_blocks = 0, _NO_LIMIT
         """Of the cache, and how many it may have after ranks have been ended for want of memory."""
+        self._longest = 0
+        """Tokens of the longest request for which there must be room; 0 is --max-model-len."""
         self._looked, self._wants = 0.0, ""
 
     # -- the executor's five methods
@@ -124,7 +126,7 @@ class HubExecutor:
         # What ranks need no knowledge of does not travel.
         parallel = dataclasses.replace(config.parallel, transport_key=None)
         self._config, self._progress = dataclasses.replace(config, parallel=parallel), progress
-        self._layout = self._whole
+        self._layout, self._longest = self._whole, 0
         self._vigil = Vigil(Bounds(config.recovery.hang_timeout))
         self._members = [Member(rank) for rank in range(self._layout.mesh.world_size)]
         if self._choose is not None:
@@ -273,7 +275,9 @@ class HubExecutor:
             self._layout, self._members = choice.layout, [Member(rank) for rank in range(len(choice.seats))]
         self.max_in_flight, self._most_blocks, self._wants = choice.layout.mesh.pp, _NO_LIMIT, ""
         nodes = ", ".join(dict.fromkeys(self._launcher.node(seat) for seat in choice.seats))
-        log.warning("The model is split anew: %s, on %s.", choice.layout, nodes)
+        self._longest = choice.longest
+        limit = f" There is room for requests of {choice.longest} tokens; longer ones wait." if choice.longest else ""
+        log.warning("The model is split anew: %s, on %s.%s", choice.layout, nodes, limit)
         return True
 
     def _not_begun(self, error: PhalanxError) -> tuple[PhalanxError, bool]:
@@ -296,7 +300,8 @@ class HubExecutor:
     def _note(self, death: WorkerDied | None) -> None:
         """Where memory was short, the next cache is smaller, as long as it holds one request."""
         if death is not None and death.kind == "out_of_memory" and self._blocks:
-            least = -(-(self._config.model.max_model_len or 1) // self._config.cache.block_size)
+            longest = self._longest or self._config.model.max_model_len or 1
+            least = -(-longest // self._config.cache.block_size)
             self._most_blocks = max(least, min(self._blocks, self._most_blocks) // 2)
             self._death = None
 
@@ -365,6 +370,7 @@ class HubExecutor:
                 tensor_weights=self._layout.tensor_weights,
                 stage_layers=self._layout.stage_layers,
                 node_ranks=nodes.count(node),
+                longest=self._longest,
                 loading_ranks=max(1, loading.count(node)),
                 crowded=nodes.count(node) > cores,
                 encrypt=self._encrypt,

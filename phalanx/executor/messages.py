@@ -77,6 +77,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Ranks on this rank's node."""
     loading_ranks: int
     """Those of them that are still to load, and share the memory that is free."""
+    longest: int
+    """Tokens of the longest request for which there must be room; 0 is --max-model-len."""
     crowded: bool
     encrypt: bool
     exchange_timeout: float | None

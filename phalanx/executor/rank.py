@@ -295,6 +295,7 @@ class Rank:
                 tensor_weights=begin.tensor_weights,
                 stage_layers=begin.stage_layers,
                 node_ranks=begin.loading_ranks,
+                longest=begin.longest,
                 pulse=self._pulse,
             )
             worker.check_memory()

@@ -49,19 +49,20 @@ _WARM_UP_STEPS = 2
 def open_worker(
     config: EngineConfig, *, mesh: Mesh | None = None, rank: int = 0, groups: Groups | None = None,
     tensor_weights: Sequence[Sequence[float]] = (), stage_layers: Sequence[int] = (), node_ranks: int = 1,
-    pulse: Pulse | None = None,
+    longest: int = 0, pulse: Pulse | None = None,
 ) -> Worker:  # fmt: skip
     """A worker for the configured model, not loaded yet. `config` is resolved. Raises UserError.
 
     `tensor_weights` (per stage) and `stage_layers` say how the model is cut; both are even when empty. `node_ranks`
-    ranks share this host's memory. `pulse` shows its progress.
+    ranks share this host's memory. A request of `longest` tokens must fit, or of --max-model-len. `pulse` shows its
+    progress.
     """
     checkpoint = locate(config.model.model, revision=config.model.revision)
     spec = read_spec(checkpoint.config)
     mesh = mesh or Mesh()
     stage = mesh.place(rank).pp
     split = Split.of(spec, mesh, stage, stage_layers=stage_layers, tensor_weights=tensor_weights)
-    return Worker(config, checkpoint, spec, mesh, rank, groups or Groups(), split, node_ranks, pulse)
+    return Worker(config, checkpoint, spec, mesh, rank, groups or Groups(), split, node_ranks, longest, pulse)
 
 
 class Worker:
@@ -69,7 +70,7 @@ class Worker:
 
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups,
-        split: Split | None = None, node_ranks: int = 1, pulse: Pulse | None = None,
+        split: Split | None = None, node_ranks: int = 1, longest: int = 0, pulse: Pulse | None = None,
     ):  # fmt: skip
         """Raises ConfigError for a device that is not there, or a mesh that the model cannot be cut for."""
         self.config = config
@@ -82,6 +83,7 @@ class Worker:
         self.groups = groups.handles()
         """Other transports are bound to these in each epoch; the decoder is built with them once."""
         self.node_ranks = node_ranks
+        self.longest = longest
         self.pulse = pulse or Pulse()
         self.epoch = 0
         self.state = "loading"
@@ -286,7 +288,7 @@ class Worker:
             activations=self._activations,
             kv_bytes_per_token=kv_bytes_per_token(self.spec, self.split, self.place, self.config.cache.kv_cache_dtype),
             block_size=self.config.cache.block_size,
-            max_model_len=self._max_model_len(),
+            max_model_len=self.longest or self._max_model_len(),
             max_num_seqs=self.config.scheduler.max_num_seqs,
         )
 

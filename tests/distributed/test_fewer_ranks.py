@@ -10,7 +10,9 @@ import time
 import pytest
 
 from phalanx.distributed.mesh import Mesh
+from phalanx.engine import recovery
 from phalanx.engine.resolution import splitter
+from phalanx.errors import Recovering
 from phalanx.executor import seating
 from phalanx.executor.base import NoCapacity, WorkerDied
 from phalanx.executor.hub import HubExecutor
@@ -19,9 +21,10 @@ from phalanx.executor.launcher import Layout
 from phalanx.executor.seating import Choice, NoFit, Seat
 from tests.helpers.processes import wait_until
 from tests.helpers.rank_processes import Launcher, pids, requests, serve, start_engine
-from tests.helpers.worker_model import engine_config
+from tests.helpers.worker_model import HEAD_DIM, KV_HEADS, LAYERS, engine_config
 
 WANTED = requests(5)
+KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
 
 
 class Shaky(Launcher):
@@ -168,3 +171,64 @@ def test_a_model_that_does_not_fit_what_is_left_waits(engine_of, expected, quick
     executor.restart(4)
     assert pids(executor)[0] == survivor, "it has kept its weights"
     assert len(pids(executor)) == 2
+
+
+def test_accepted_requests_wait_for_what_is_missing(engine_of, expected, quick, monkeypatch):
+    monkeypatch.setattr(recovery, "CAPACITY_S", 0.3)
+
+    def choose(seats: list[Seat]) -> Choice:
+        raise NoFit("a second GPU")
+
+    engine, executor, launcher = engine_of(Mesh(tp=2), choose)
+    waited = []
+
+    def each(steps: int, tokens: int) -> None:
+        if steps == 10:
+            launcher.break_seat(executor, 1)
+        now = engine.status().recovery
+        if now is not None and now.plan == "wait" and launcher.broken:
+            assert now.missing == "a second GPU"
+            waited.append(tokens)
+            launcher.broken.clear()
+
+    served = serve(engine, WANTED, each)
+    assert (served.tokens, served.errors) == (expected, {})
+    assert waited and engine.status().state == "ready"
+    assert [done.plan for done in engine.status().recoveries] == ["restart"]
+
+
+def test_memory_that_ran_out_makes_the_next_cache_smaller(engine_of, expected):
+    """Halved each time, as long as it holds one request; then the place is given up like any other."""
+    engine, executor, launcher = engine_of(Mesh(tp=2), max_model_len=64)
+    whole = engine.status().blocks
+    cause, least = launcher.cause, 64 // 4
+
+    def blame_memory(rank: int, wait: float = 0.0) -> str | None:
+        found = cause(rank, wait)
+        return found and found + " (out of memory: the kernel ended it)"
+
+    launcher.cause = blame_memory
+    sizes = []
+    while not sizes or sizes[-1] > least:
+        os.kill(pids(executor)[1], signal.SIGKILL)
+        served = serve(engine, requests(2, tokens=8))
+        assert served.tokens == {name: expected[name][:8] for name in ("r0", "r1")}
+        sizes.append(engine.status().blocks)
+    assert sizes == [max(least, whole >> n) for n in range(1, len(sizes) + 1)]
+    assert engine.status().failures == {"out_of_memory": len(sizes)}
+
+
+def test_room_for_shorter_requests_only(engine_of, expected):
+    """A layout that holds less than --max-model-len: what fits goes on, what does not waits for the place's return."""
+
+    def choose(seats: list[Seat]) -> Choice:
+        return Choice(Layout(Mesh()), (seats[0].number,), longest=40)
+
+    cache = 80 * KV_BYTES_PER_TOKEN // 2  # per rank: for 80 tokens over two ranks, for 40 on one
+    engine, executor, launcher = engine_of(Mesh(tp=2), choose, kv_cache_memory_bytes=cache)
+    launcher.break_seat(executor, 1)
+    served = serve(engine, WANTED[:1])
+    assert served.tokens["r0"] == expected["r0"]
+    assert len(pids(executor)) == 1
+    with pytest.raises(Recovering, match="since workers were lost"):
+        engine.add(requests(1, prompt=40, tokens=20)[0])
