@@ -66,6 +66,13 @@ class Bounds:
     pauses: dict[int, float] = field(default_factory=dict)
     """By size, the longest pause between two signs of progress, in seconds. Outlives epochs."""
 
+    def __str__(self) -> str:
+        return (
+            f"A rank counts as hung after {self.floor:g} s without progress; while it loads, after "
+            f"{LOADING * self.floor:g} s, and in first steps, after {FIRST_STEPS * self.floor:g} s, if it answers at "
+            "least; longer where steps are slow."
+        )
+
     def begin(self) -> None:
         """A new epoch: its first step may be slow again."""
         self.largest = 0

@@ -135,12 +135,14 @@ class HubExecutor:
             self._seating = Seating(self._layout, self._launcher, self._choose, patience)
         try:
             self._watch = self._listen()
-            return self._begin(0)
+            layout = self._begin(0)
         except BaseException:
             self.close()
             raise
         finally:
             self._progress = None
+        log.info("%s", self._vigil.bounds)
+        return layout
 
     def _listen(self) -> Watch:
         self._host = host = self._launcher.host

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from phalanx.executor.base import WorkerDied
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.multiprocess import SupervisorProcess
 from tests.executors.conftest import KINDS
+from tests.helpers.executor_process import ExecutorProcess
 from tests.helpers.one_request import generate
 from tests.helpers.plans import Run, admission, plan
 from tests.helpers.processes import alive, gone_within
@@ -278,3 +280,19 @@ def test_an_actor_of_ray(warm, model):
     executor.restart(1)
     assert generate(executor, epoch=1) == want and not alive(stopped)
     executor.close()
+
+
+@SLOW
+def test_the_engine_itself_is_stopped_for_a_while(model):
+    """Time in which nobody looked is not held against the ranks."""
+    with ExecutorProcess({"model": str(model), "tensor_parallel_size": 2, "hang_timeout": 0.5}) as process:
+        process.ready()
+        want = process.ask("generate")
+        for pause in (0.005, 0.01, 0.02, 0.03):
+            stopper = threading.Timer(pause, process.process.send_signal, [signal.SIGSTOP])
+            waker = threading.Timer(pause + 1.5, process.process.send_signal, [signal.SIGCONT])
+            stopper.start()
+            waker.start()
+            assert process.ask("generate") == want
+            waker.join()
+        process.ask("close")
