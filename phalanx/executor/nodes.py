@@ -20,7 +20,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 
@@ -39,7 +38,6 @@ from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
 from phalanx.executor.node_messages import (
     BEAT_S,
-    FRAME,
     LIMIT,
     PATIENCE_S,
     SILENCE_MS,
@@ -57,12 +55,11 @@ from phalanx.executor.node_messages import (
     Stop,
     Survey,
     Target,
-    ToNode,
     Unreachable,
     Welcome,
     decode_from_node,
-    encode,
 )
+from phalanx.executor.node_record import SAY_S, Node, RankProcess, why_silent
 from phalanx.executor.probing import ProbeDoor, probe_all
 from phalanx.executor.seating import Choose
 from phalanx.executor.survey import difference, survey, version_difference, versions
@@ -75,45 +72,8 @@ _KNOCK_S = 5.0
 _CALLERS = 32
 """Callers that may be proving themselves at the same time."""
 _PROBE_S = 15.0
-_SAY_S = 5.0
 _VERDICT_S = 3.5
 """A node that has missed a beat is heard of again, or known to be lost, within this time."""
-
-
-@dataclass
-class _Process:
-    life: int
-    cause: str | None = None
-
-
-@dataclass
-class _Node:
-    """One of the other nodes, as node 0 knows it."""
-
-    hello: NodeHello
-    stream: SecureStream
-    heard: float
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    prepared: Prepared | None = None
-    probed: Probed | None = None
-    lost: str | None = None
-    admitted: bool = False
-    """It fits, and the others reach it."""
-    processes: dict[int, _Process] = field(default_factory=dict)
-    reader: threading.Thread | None = None
-
-    @property
-    def shown(self) -> str:
-        return f"node {self.hello.node} ({self.hello.name}, {self.hello.address})"
-
-    @property
-    def short(self) -> str:
-        return f"node {self.hello.node} ({self.hello.name})"
-
-    def say(self, message: ToNode) -> None:
-        """A node that is gone is noticed by who listens to it; nothing is raised here."""
-        with contextlib.suppress(GroupBroken), self.lock:
-            self.stream.send(FRAME, encode(message), _SAY_S)
 
 
 class NodesLauncher:
@@ -138,7 +98,7 @@ class NodesLauncher:
         self._name, self._versions = platform.node(), versions()
         self._never = Abort()
         self._changed = threading.Condition()
-        self._nodes: dict[int, _Node] = {}
+        self._nodes: dict[int, Node] = {}
         self._callers = threading.BoundedSemaphore(_CALLERS)
         self._complete = False
         """All nodes have joined."""
@@ -189,7 +149,7 @@ class NodesLauncher:
                 continue
             life, ranks = next(self._lives), self._ranks_on(node)
             with self._changed:
-                node.processes |= {start.rank: _Process(life) for start in there}
+                node.processes |= {start.rank: RankProcess(life) for start in there}
             first = self._seats_of(node.hello.node).start
             placed = [
                 msgspec.structs.replace(
@@ -207,7 +167,7 @@ class NodesLauncher:
             return
         if self.cause(rank) is None and rank in node.processes:
             node.say(EndRank(rank))
-            self.cause(rank, _SAY_S)
+            self.cause(rank, SAY_S)
 
     def cause(self, rank: int, wait: float = 0.0) -> str | None:
         node = self._node_of(rank)
@@ -320,7 +280,7 @@ class NodesLauncher:
                 )  # fmt: skip
 
     def _await(
-        self, what: str, done: Callable[[_Node], bool], limit: float | None = None, among: Sequence[_Node] = ()
+        self, what: str, done: Callable[[Node], bool], limit: float | None = None, among: Sequence[Node] = ()
     ) -> None:
         """Until `done(node)` for all nodes, or those `among` them. Raises ConfigError when one leaves, or `limit`
         seconds are over."""
@@ -342,7 +302,7 @@ class NodesLauncher:
                 said = now
                 log.info("Waiting for %s to %s (%.0f s).", names, what, now - begin)
 
-    def _unfit(self, node: _Node, ours: Survey) -> ConfigError | None:
+    def _unfit(self, node: Node, ours: Survey) -> ConfigError | None:
         prepared, here = node.prepared, f"node 0 ({self._name})"
         if prepared is None:
             return None
@@ -355,7 +315,7 @@ class NodesLauncher:
             return ConfigError(f"{_capital(node.short)} cannot use the model: {prepared.failure}", fix=prepared.fix)
         return difference(ours, prepared.survey, here, node.short)
 
-    def _readmit(self, node: _Node) -> None:
+    def _readmit(self, node: Node) -> None:
         """A node that joined later than the others, and has found the model: may it have ranks?"""
         try:
             if error := self._unfit(node, survey(self._config)):
@@ -371,7 +331,7 @@ class NodesLauncher:
             self._changed.notify_all()
         log.info("%s is back.", _capital(node.shown))
 
-    def _probe(self, newcomer: _Node | None = None) -> None:
+    def _probe(self, newcomer: Node | None = None) -> None:
         """Try to connect from every node to every other one; with a `newcomer`, from the others to it and from it to
         here (nothing is open elsewhere any more). Raises ConfigError naming each pair that fails."""
         nodes = [node for node in self._in_order() if node.lost is None]
@@ -442,11 +402,11 @@ class NodesLauncher:
                 self._heard(node, decode_from_node(stream.receive(LIMIT)[1]))
         except (GroupBroken, msgspec.DecodeError) as error:
             if node is not None:
-                self._lose(node, _why(node, error))
+                self._lose(node, why_silent(node, error))
         finally:
             stream.close()
 
-    def _welcome(self, stream: SecureStream, peer: str) -> _Node | None:
+    def _welcome(self, stream: SecureStream, peer: str) -> Node | None:
         """None when the caller was turned away."""
         try:
             stream.handshake(self._join_key, client=False, encrypt=self._encrypt, timeout=_KNOCK_S)
@@ -458,7 +418,7 @@ class NodesLauncher:
         if not isinstance(hello, NodeHello):
             self._refuse(f"a caller from {peer}: it does not say which node it is")
             return None
-        node = _Node(hello, stream, time.monotonic(), reader=threading.current_thread())
+        node = Node(hello, stream, time.monotonic(), reader=threading.current_thread())
         stream.peer = "it"
         with self._changed:
             refusal = self._refusal(hello)
@@ -466,7 +426,7 @@ class NodesLauncher:
                 node.say(Welcome(self._session, self._name))
                 if before := self._nodes.get(hello.node):
                     why = self._lost_with_ranks(before)
-                    node.processes = {rank: _Process(p.life, p.cause or why) for rank, p in before.processes.items()}
+                    node.processes = {rank: RankProcess(p.life, p.cause or why) for rank, p in before.processes.items()}
                 self._nodes[hello.node] = node
                 self._complete = len(self._nodes) == self._nnodes - 1
                 self._changed.notify_all()
@@ -505,7 +465,7 @@ class NodesLauncher:
         if count & (count - 1) == 0:  # 1, 2, 4, 8, …: nobody fills the log by knocking
             log.warning("Turned away %s. (%d turned away so far.)", what, count)
 
-    def _heard(self, node: _Node, message: FromNode) -> None:
+    def _heard(self, node: Node, message: FromNode) -> None:
         with self._changed:
             node.heard = time.monotonic()
             match message:
@@ -525,7 +485,7 @@ class NodesLauncher:
                     pass
             self._changed.notify_all()
 
-    def _lose(self, node: _Node, why: str) -> None:
+    def _lose(self, node: Node, why: str) -> None:
         with self._changed:
             if self._closed:
                 return
@@ -556,10 +516,10 @@ class NodesLauncher:
 
     # -- small things
 
-    def _in_order(self) -> list[_Node]:
+    def _in_order(self) -> list[Node]:
         return [node for _, node in sorted(self._nodes.items())]
 
-    def _node_of(self, rank: int) -> _Node | None:
+    def _node_of(self, rank: int) -> Node | None:
         """None for node 0."""
         index = self._node_index(self._seats[rank])
         return self._nodes[index] if index else None
@@ -574,15 +534,15 @@ class NodesLauncher:
         first = sum(self._counts[:node])
         return range(first, first + self._counts[node])
 
-    def _ranks_on(self, node: _Node) -> list[int]:
+    def _ranks_on(self, node: Node) -> list[int]:
         seats = self._seats_of(node.hello.node)
         return [rank for rank, seat in enumerate(self._seats) if seat in seats]
 
-    def _ranks_of(self, node: _Node) -> str:
+    def _ranks_of(self, node: Node) -> str:
         ranks = self._ranks_on(node)
         return _ranks(ranks[0], len(ranks)) if ranks else "no ranks"
 
-    def _lost_with_ranks(self, node: _Node) -> str:
+    def _lost_with_ranks(self, node: Node) -> str:
         return f"{node.shown} was lost, with {self._ranks_of(node)}: {node.lost}"
 
 
@@ -612,12 +572,3 @@ def _numbers(nodes: list[int]) -> str:
 
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
-
-
-def _why(node: _Node, error: Exception) -> str:
-    """A kernel that lives says at once that a process has ended; one that says nothing is not there, or not reached."""
-    silent = time.monotonic() - node.heard
-    if silent > 4 * BEAT_S:
-        return f"nothing has come from it for {silent:.0f} s: it is down, or the network is"
-    text = str(error).rstrip(".")
-    return text[:1].lower() + text[1:]
