@@ -1,0 +1,175 @@
+"""What a killed rank costs those who wait for tokens, and what being able to replace it costs everybody else.
+
+    python benchmarks/recovery.py --rounds 30 --json result.json
+
+Rounds: the demo model in float32 over two `mp` ranks, four streams of at most 256 tokens; somewhere in the middle one
+rank is killed with SIGKILL. `moved` is from the kill until *all four* streams have moved again (seen by the clients),
+`noticed` from the kill to the notice, `reload` and `first_token` from the notice, as `/status` has them. Each answer is
+compared with that of an undisturbed run. Overhead: the same streams undisturbed, with recovery and with
+`--no-enable-recovery` in turn: instructions where the processor counts them, else processor time, of all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import setting, shown, summary, write
+from tests.helpers.history import assemble, next_event_after
+from tests.helpers.processes import wait_until
+from tests.helpers.serving import Client, Serving
+
+STREAMS = 4
+PROMPTS = ("The sea is", "Once upon a time", "The capital of France", "A computer is")
+OPTIONS = ("--dtype", "float32", "-tp", "2", "--kv-cache-memory-bytes", "256M")
+FIRST_S = 120.0
+
+
+def ask(serving: Serving, tokens: int) -> list[Client]:
+    fields = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return [Client(serving, prompt, {"prompt": prompt, **fields}) for prompt in PROMPTS[:STREAMS]]
+
+
+def texts(clients: list[Client]) -> list[str]:
+    """Raises SystemExit when a stream has no proper end."""
+    for client in clients:
+        client.join(FIRST_S)
+        answer = assemble(client.saw)
+        if client.is_alive() or client.saw.broken or answer.errors or answer.complaints:
+            raise SystemExit(f"a stream went wrong: {client.saw.broken} {answer.errors} {answer.complaints}")
+    return [assemble(client.saw).choices[0].text for client in clients]
+
+
+def serve(folder: Path, *options: str) -> Serving:
+    serving = Serving([*OPTIONS, *options], folder / "log")
+    serving.says("Ready: ", FIRST_S)
+    return serving
+
+
+def kill_one(serving: Serving, rank: int, tokens: int, after: int, wanted: list[str]) -> dict[str, float]:
+    clients = ask(serving, tokens)
+    if not wait_until(lambda: all(len(client.saw.events) >= after for client in clients), FIRST_S):
+        raise SystemExit("the streams do not start")
+    pid, epoch = serving.ranks()[rank], serving.status()["epoch"]
+    killed, killed_wall = time.monotonic(), time.time()
+    os.kill(pid, signal.SIGKILL)
+    got = texts(clients)
+    if got != wanted:
+        raise SystemExit("an answer differs from the undisturbed one")
+    moved = next_event_after([client.saw for client in clients], killed)
+    new = [recovery for recovery in serving.status()["recoveries"] if recovery["epoch"] > epoch]
+    if moved is None or not new:
+        raise SystemExit("the streams were over before the kill; more --tokens")
+    last = new[0]
+    return {
+        "moved": moved,
+        "noticed": last["since"] - killed_wall,
+        "reload": last["reload_s"],
+        "first_token": last["first_token_s"],
+        "recomputed": last["recomputed"],
+    }
+
+
+def kills(rounds: int, tokens: int) -> list[dict[str, float]]:
+    rng, found = random.Random(7), []
+    with tempfile.TemporaryDirectory() as folder:
+        serving = serve(Path(folder))
+        try:
+            wanted = texts(ask(serving, tokens))
+            for number in range(rounds):
+                found.append(kill_one(serving, number % 2, tokens, rng.randint(10, tokens // 2), wanted))
+                print(f"round {number + 1}: {found[-1]['moved']:.2f} s", file=sys.stderr, flush=True)
+            if serving.stop() != 0:
+                raise SystemExit("the server did not end well")
+        finally:
+            serving.kill()
+    return found
+
+
+# --------------------------------------------------------------------------------------------- undisturbed runs
+
+
+def counts_instructions() -> bool:
+    try:
+        done = subprocess.run(["perf", "stat", "-x,", "-e", "instructions:u", "true"], capture_output=True, text=True)
+    except OSError:
+        return False
+    return done.returncode == 0 and done.stderr.split(",")[0].isdigit()
+
+
+def work(serving: Serving, tokens: int, instructions: bool) -> float:
+    """Instructions, or seconds of processor time, of all processes, for one batch of streams."""
+    pids = [pid for group in serving.members().values() for pid in group]
+    if not instructions:
+        before = sum(map(_seconds, pids))
+        texts(ask(serving, tokens))
+        return sum(map(_seconds, pids)) - before
+    command = ["perf", "stat", "-x,", "-e", "instructions:u", "-p", ",".join(map(str, pids))]
+    counter = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    texts(ask(serving, tokens))
+    counter.send_signal(signal.SIGINT)
+    return float(counter.communicate()[1].split(",")[0])
+
+
+def _seconds(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def overhead(rounds: int, tokens: int) -> dict[str, Any]:
+    instructions = counts_instructions()
+    ratios: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        on, off = serve(Path(folder)), serve(Path(folder), "--no-enable-recovery")
+        try:
+            for serving in (on, off):
+                work(serving, tokens, instructions)
+            for number in range(rounds):
+                pair = (on, off) if number % 2 == 0 else (off, on)
+                cost = {serving: work(serving, tokens, instructions) for serving in pair}
+                ratios.append(cost[on] / cost[off])
+        finally:
+            on.kill()
+            off.kill()
+    return {"counted": "instructions" if instructions else "processor time", "ratio": summary(ratios), "rounds": rounds}
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+    return {"n": len(ordered), "p50": ordered[len(ordered) // 2], "p99": p99, "max": ordered[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--overhead-rounds", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--json", help="where to write the result")
+    wanted = parser.parse_args()
+    result: dict[str, Any] = {**setting(), "streams": STREAMS, "tokens": wanted.tokens}
+    if wanted.rounds:
+        found = kills(wanted.rounds, wanted.tokens)
+        result["kill"] = {name: spread([one[name] for one in found]) for name in found[0]}
+    if wanted.overhead_rounds:
+        result["overhead"] = overhead(wanted.overhead_rounds, wanted.tokens)
+        print(f"{result['overhead']['counted']}, on/off: {shown(result['overhead']['ratio'], 3)}", file=sys.stderr)
+    for name, values in result.get("kill", {}).items():
+        print(f"{name:12} p50 {values['p50']:.2f}, p99 {values['p99']:.2f}, most {values['max']:.2f}", file=sys.stderr)
+    write(result, wanted.json)
+
+
+if __name__ == "__main__":
+    main()
