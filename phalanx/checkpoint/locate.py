@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,7 +65,8 @@ def locate(model: str | None, *, revision: str | None = None, progress: Download
     Raises CheckpointError (FormatError, UnsupportedModel) with what is wrong and what to do.
     """
     if model is None:
-        return _from_gguf(demo.demo_model(progress=progress), demo.DEMO.name)
+        found = _from_gguf(demo.demo_model(progress=progress), demo.DEMO.name)
+        return replace(found, generation_config={**demo.SAMPLING, **found.generation_config})
     path = _local(model, revision)
     if path is None:
         return _from_folder(hub.fetch_snapshot(model, revision, progress), model)

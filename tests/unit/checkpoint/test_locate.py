@@ -219,3 +219,8 @@ def test_no_python_of_a_model_runs(folder):
     found = locate(str(folder))
     assert found.config["auto_map"]
     assert not (folder / "__pycache__").exists()
+
+
+def test_the_demo_model_is_asked_as_its_card_says():
+    """Its file has no sampling defaults, and at temperature 1 it wanders off."""
+    assert locate(None).generation_config.items() >= {"temperature": 0.2, "top_p": 0.9}.items()
