@@ -10,6 +10,8 @@ from __future__ import annotations
 SILENCE_S = 3.0
 """A process silent for less is never called hung, nor one for six times its longest silence so far, up to the
 configured bound."""
+QUIET_S = 1.0
+"""A process silent for less is called ready, and one for three times its longest silence so far."""
 LOOK_S = 0.25
 """Between two looks."""
 FIRST_STEPS = 6.0
@@ -55,6 +57,11 @@ class Patience:
     @property
     def silence_bound(self) -> float:
         return max(SILENCE_S, min(6 * self._longest_silence, self._hang_timeout))
+
+    @property
+    def quiet(self) -> bool:
+        """Silent for so long that nobody should call it ready, though it need not be lost."""
+        return self.silent > min(max(QUIET_S, 3 * self._longest_silence), self.silence_bound)
 
     @property
     def hang_bound(self) -> float:

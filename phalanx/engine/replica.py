@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 
 _GRACE = 1.0
 """Seconds that the process has to end itself in `close`."""
-_QUIET_S = 1.0
-"""An engine silent for so long is not called ready, though it need not be lost."""
 _LOADING_SILENCE_S = 15.0
 """While the model loads native code may hold the interpreter for longer, and with it the thread that beats."""
 _COUNT_S = 2.0
@@ -347,7 +345,7 @@ class Replica:
             status.state, status.cause = "failed", self._lost.message if self._lost is not None else "closed"
         elif self._hung is not None:
             status.state, status.cause = "failed", f"The engine hangs: {self._hung}."
-        elif self._watching is not None and self._patience.silent > _QUIET_S and status.state == "ready":
+        elif self._watching is not None and self._patience.quiet and status.state == "ready":
             status.state = "recovering"
             status.cause = f"The engine has not answered for {self._patience.silent:.0f} s."
         elif self._draining:

@@ -192,13 +192,11 @@ async def test_a_silent_engine_is_not_called_ready(engine):
     assert engine.status().state == "ready"
     os.kill(engine.info.pid, signal.SIGSTOP)
     try:
-        await asyncio.sleep(1.6)
-        assert engine.status().state == "recovering"
+        await until(lambda: engine.status().state == "recovering", 5)
         assert "not answered" in engine.status().cause
     finally:
         os.kill(engine.info.pid, signal.SIGCONT)
-    await asyncio.sleep(0.6)
-    assert engine.status().state == "ready"
+    await until(lambda: engine.status().state == "ready", 5)
     assert engine.status().epoch == 0
 
 

@@ -201,6 +201,29 @@ async def _text(stream) -> str:
     return "".join([delta.outputs[0].text async for delta in stream])
 
 
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("before_commit,do=hold", "hung"),  # its interpreter is locked: it says nothing
+        ("before_commit,do=sleep=100", "hung"),  # it says that it lives, and does nothing
+        ("before_commit,do=kill", "killed"),
+        pytest.param("after_commit,do=kill", "killed", marks=pytest.mark.slow),
+        pytest.param("after_send,do=kill", "killed", marks=pytest.mark.slow),
+        pytest.param("before_commit,do=segfault", "killed", marks=pytest.mark.slow),
+        pytest.param("before_commit,do=exit", "ended", marks=pytest.mark.slow),
+    ],
+)
+async def test_lost_at_a_certain_point(model, engine, monkeypatch, fault, kind):
+    expected = await answer(engine, "hello world", params(max_tokens=60))
+    monkeypatch.setenv("PHALANX_FAULT", f"step=30,life=1,at={fault}")
+    async with AsyncEngine(config(model, hang_timeout=1.0)) as frail:
+        got = await asyncio.wait_for(answer(frail, "hello world", params(max_tokens=60)), 60)
+        await until(lambda: frail.status().recovery is None)
+        assert (got["text"], got["tokens"]) == (expected["text"], expected["tokens"])
+        assert [recovery.kind for recovery in frail.status().recoveries] == [kind]
+        assert frail.status().recoveries[0].detection_s < 6
+
+
 async def test_idle_and_killed(engine):
     epoch = engine.status().epoch
     os.kill(engine.info.pid, signal.SIGKILL)
