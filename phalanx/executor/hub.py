@@ -97,6 +97,8 @@ class HubExecutor:
         """Changes with progress."""
         self._vigil = Vigil(Bounds(EngineConfig().recovery.hang_timeout))
         self._vigilant = False
+        self._lived = 0.0
+        """When all ranks were last known to live: with each plan and each result."""
         self._due = ""
         """The message that ranks are to answer with while an epoch begins."""
         self._verdict: Verdict | None = None
@@ -161,6 +163,7 @@ class HubExecutor:
         elif self._abort.reason is not None:
             pending.set_exception(self._why(None))
         else:
+            self._lived = time.monotonic()
             self._pending.append(pending)
             self._keep_vigil()
             try:
@@ -433,6 +436,7 @@ class HubExecutor:
                 return
             if result.epoch == self._epoch and self._pending:
                 self._count += 1
+                self._lived = time.monotonic()
                 done = self._pending.popleft()
                 self._vigil.bounds.done(done.tokens)
                 done.set_result(result)
@@ -574,6 +578,8 @@ class HubExecutor:
         with self._changed:
             if member.rank < len(self._members) and self._members[member.rank] is member and not member.lost:
                 member.lost = True
+                if member.silent is None and (self._pending or self._due):  # else nobody has looked for long
+                    member.silent = time.monotonic() - max(member.stirred, self._lived)
                 self._break(f"rank {member.rank} is gone")
                 self._changed.notify_all()
 
