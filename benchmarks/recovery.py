@@ -54,7 +54,7 @@ def texts(clients: list[Client]) -> list[str]:
 
 def serve(folder: Path, *options: str) -> Serving:
     serving = Serving([*OPTIONS, *options], folder / "log")
-    serving.says("Ready: ", FIRST_S)
+    serving.ready()
     return serving
 
 

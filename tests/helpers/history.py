@@ -185,12 +185,15 @@ def check_gap(log: Log, bound: float) -> list[str]:
 
 
 def next_event_after(logs: Iterable[Log], moment: float) -> float | None:
-    """Seconds from `moment` until all streams that were under way then had moved again; None when none was."""
+    """Seconds from `moment` until the last of the streams that were under way then moved again: until the end of its
+    longest silence from then on, since what was in flight may still come at once. None when no stream was under way.
+    """
     waits = []
     for log in logs:
-        later = [event.at for event in log.events if event.at > moment]
-        if log.events and log.events[0].at <= moment and later:
-            waits.append(later[0] - moment)
+        times = [event.at for event in log.events]
+        later = [(after - max(before, moment), after) for before, after in itertools.pairwise(times) if after > moment]
+        if later and times[0] <= moment:
+            waits.append(max(later)[1] - moment)
     return max(waits, default=None)
 
 

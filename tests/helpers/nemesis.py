@@ -43,9 +43,11 @@ KILLED_S = 0.5
 SILENT_S = 3.0
 """A network that says nothing is noticed within."""
 RESTART_S = {"mp": 5.0, "nodes": 8.0, "ray": 12.0}
-"""From the notice to the next event of every stream, on a machine that does other things too."""
+"""From the notice to the next event of every stream; or twice what the server took to start, on a busy machine."""
 ENGINE_S = 8.0
-"""More than that when the engine itself starts again."""
+"""More than that when the engine itself starts again; or twice what the server took to start."""
+UNKILLABLE_S = 6.0
+"""More, when what was lost cannot even be killed: its end is waited for a while."""
 SHARE_S = 4.0
 """More, when a place does not come back: `--replacement-timeout` 2, and a split anew."""
 
@@ -168,6 +170,8 @@ class Nemesis:
         if case.phase == "drain":
             self._ended_well(serving, report)
             return
+        if case.target != "host":
+            self.undo()  # what was frozen or stopped, and given up, ends when it can
         self._check_server(case, serving, before, counted, report)
         report.recoveries = [r for r in serving.status()["recoveries"] if r["epoch"] > epoch]
         outages = [_outage(recovery, offset) for recovery in report.recoveries]
@@ -314,9 +318,12 @@ class Nemesis:
         """Seconds that a stream may be silent."""
         hang = max(1.0, serving.status()["hang_bound"])
         noticed = hang + 1 if case.fault in HANGS else SILENT_S if case.fault in LINK else KILLED_S
-        bound = noticed + RESTART_S[case.executor]
+        start = 2 * serving.start_s
+        bound = noticed + max(RESTART_S[case.executor], start)
         if case.target == "engine":
-            bound += ENGINE_S
+            bound += max(ENGINE_S, start)
+        if case.fault == "freeze":
+            bound += UNKILLABLE_S
         if case.target in ("host", "raylet", "actor"):
             bound += SHARE_S
         return bound * 2 if case.phase == "recovery" else bound
@@ -363,7 +370,7 @@ class Nemesis:
             if not wait_until(lambda host=host: not host.pids(), 8):  # type: ignore[misc]
                 report.complaints.append(f"left on {host.name}: {host.pids()}")
         again = self.world.start(serving.port)
-        again.says("Ready: ")
+        again.ready()
         assert self.world.oracle is not None
         client = self.world.oracle.ask(again, "greedy")
         client.join(30)

@@ -64,9 +64,16 @@ class Serving:
             options: dict[str, Any] = {"stdout": output, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
             self.process = start(command, env={**os.environ, **environment}, **options)
         self._seen: set[psutil.Process] = set()
-        self.began = time.monotonic()
+        self._began = time.monotonic()
+        self.start_s = 0.0
+        """From the command until it was ready."""
 
     # What it says
+
+    def ready(self) -> None:
+        """Wait until it is. AssertionError with all that it said."""
+        self.says("Ready: ")
+        self.start_s = time.monotonic() - self._began
 
     @property
     def output(self) -> str:

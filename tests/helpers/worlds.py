@@ -91,7 +91,7 @@ class World:
         if self.serving is None:
             self.start()
             assert self.serving is not None
-            self.serving.says("Ready: ")
+            self.serving.ready()
         if ask and self.oracle is None:
             self.oracle = Oracle(self.serving)
         return self.serving

@@ -179,7 +179,9 @@ def test_silence():
     assert check_gap(log, 3.0) == ["ask: silent for 3.10 s, 0.40 s after it was sent; the bound is 3 s"]
     assert check_gap(Log("ask", sent=0.0, closed=9.0), 5.0)
     assert next_event_after([log, history()], 10.45) == pytest.approx(3.05)
+    assert next_event_after([log], 10.25) == pytest.approx(3.25)  # two more were on their way
     assert next_event_after([log], 99) is None
+    assert next_event_after([log], 10.0) is None
 
 
 class TestHealth:
