@@ -93,9 +93,16 @@ def _text(path: Path) -> str:
 _KINDS = {
     "out_of_memory": ("out of memory", "memory monitor", "NotEnoughMemory"),
     "hung": ("showed no progress", "wait for each other", "does not respond", "it hangs"),
-    "network": ("has not answered", "the network", "connection ended", "its node", "cannot reach"),
+    "network": (
+        "has not answered",
+        "nothing has come from",
+        "the network",
+        "connection ended",
+        "its node",
+        "cannot reach",
+    ),
     "killed": ("killed by", "was killed", "ray.kill"),
-    "ended": ("ended with status", "ended with its supervisor"),
+    "ended": ("ended with status", "ended with its supervisor", "ended there by", "its actor is gone"),
 }
 
 
