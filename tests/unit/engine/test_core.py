@@ -373,3 +373,21 @@ def test_a_loading_engine_beats():
     assert (beat.status.state, beat.turns) == ("loading", 0)
     ours.close()
     theirs.close()
+
+
+def test_the_fault_point_after_sending_comes_when_all_is_sent(monkeypatch):
+    running = Running(gated=True)
+    sent: list[object] = []
+    send = running.core._channel.send
+    running.core._channel.send = lambda message: (sent.append(message), send(message))[1]
+    monkeypatch.setattr(core_module.fault_point, "reach", lambda at, **where: sent.append((at, where.get("step"))))
+    running.send(submit(make_request("a", [1, 2, 3], max_tokens=2)))
+    running.let(1000)
+    running.outputs_until("a")
+    running.end()
+    told = [
+        "tokens" if isinstance(entry, Outputs) else entry[0]
+        for entry in sent
+        if isinstance(entry, tuple) or (isinstance(entry, Outputs) and any(o.token_ids for o in entry.outputs))
+    ]
+    assert told == ["before_commit", "after_commit", "tokens", "after_send"] * 2

@@ -16,10 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from phalanx.engine.client import EngineRequest
 from phalanx.engine.engine import PROBE
 from phalanx.errors import InvalidRequest, QueueFull, Recovering
-from phalanx.executor.base import CacheLayout, WorkerDied
+from phalanx.executor.base import CacheLayout, NoCapacity, WorkerDied
 from tests.helpers.engine_driver import VOCAB, Driver, make_request
 from tests.helpers.fake_executor import oracle
 from tests.helpers.fake_grammar import compile_fake, structured
+
+DEADLY = VOCAB - 3
+"""Prompts that begin with this or a greater token end workers; no other request has one of these there."""
 
 
 def random_request(rng: random.Random, request_id: str, max_model_len: int) -> EngineRequest:
@@ -68,6 +71,7 @@ class Chaos:
             prefix_caching=rng.random() < 0.8,
         )
         self.driver.executor.fail_row = self.fail_row
+        self.driver.executor.poisons = lambda tokens: tokens[0] >= DEADLY and len(tokens) > 2 * (tokens[0] - DEADLY) + 5
         self.failing = 0
 
     def fail_row(self, slot: int, step_id: int) -> bool:
@@ -106,15 +110,33 @@ class Chaos:
         executor.lose_submit = self.rng.random() < 0.5
         executor.lose_result = not executor.lose_submit
 
+    def poison(self) -> None:
+        """A request that ends its workers at one of its first tokens, unless it is finished before."""
+        self.ids += 1
+        prompt = [DEADLY + self.rng.randrange(3), *(self.rng.randrange(VOCAB) for _ in range(self.rng.randint(0, 9)))]
+        with suppress(QueueFull, InvalidRequest, Recovering):
+            self.driver.ask(f"p{self.ids}", prompt, max_tokens=self.rng.randint(1, 9)).may_end.add("error")
+
+    def miss(self) -> None:
+        """At the next loss devices are missing for a while."""
+        missing = NoCapacity(1, "its host is gone", missing="a host")
+        self.driver.executor.restart_layouts[:0] = [missing] * self.rng.randint(1, 3)
+
+    def idle(self) -> None:
+        if not self.driver.engine.has_work:
+            self.driver.engine.tick()
+
     def step(self) -> None:
         self.driver.step()
 
     def finish(self) -> None:
         self.driver.executor.lose_submit = self.driver.executor.lose_result = False
         self.failing = 0
+        self.driver.executor.poisons = lambda tokens: False
         self.driver.executor.restart_layouts = [CacheLayout(60, 4, 1, VOCAB)]
         self.driver.engine.recover(WorkerDied(0, "lost at the end"))
         self.driver.drain()
+        self.driver.engine.close()
 
 
 def _renamed(request: EngineRequest, request_id: str) -> EngineRequest:
@@ -125,18 +147,20 @@ def _renamed(request: EngineRequest, request_id: str) -> EngineRequest:
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_thousand_random_operations(seed: int) -> None:
     rng = random.Random(seed)
-    preemptions = prefix_hits = 0
+    preemptions = prefix_hits = losses = 0
     for _ in range(20):
         chaos = Chaos(rng)
-        operations = [chaos.step, chaos.add, chaos.abort, chaos.fail, chaos.lose_workers]
-        weights = rng.choice([[70, 25, 5, 1, 1], [80, 19, 0, 1, 0]])
+        operations = ("step", "add", "abort", "fail", "lose_workers", "poison", "miss", "idle")
+        weights = rng.choice([[70, 25, 5, 1, 1, 1, 1, 1], [80, 19, 0, 1, 0, 0, 0, 1], [70, 10, 0, 1, 5, 2, 1, 1]])
         for operation in rng.choices(operations, weights, k=500):
-            operation()
+            getattr(chaos, operation)()
         chaos.finish()
+        losses += sum(chaos.driver.engine.status().failures.values())
         preemptions += chaos.driver.scheduler.counters.preemptions
         prefix_hits += chaos.driver.scheduler.counters.prefix_hits
-    assert preemptions > 5, "the work is too easy to prove anything"
-    assert prefix_hits > 1000
+    assert preemptions, "the work is too easy to prove anything"
+    assert prefix_hits > 500
+    assert losses > 30
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -150,7 +174,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.chaos = Chaos(random.Random(seed))
 
     @precondition(lambda self: self.chaos is not None)
-    @rule(name=st.sampled_from(["step", "step", "step", "add", "add", "abort", "fail", "lose_workers"]))
+    @rule(
+        name=st.sampled_from(
+            ["step", "step", "step", "add", "add", "abort", "fail", "lose_workers", "poison", "miss", "idle"]
+        )
+    )
     def operate(self, name: str) -> None:
         getattr(self.chaos, name)()
 

@@ -442,6 +442,27 @@ def test_a_suspect_that_is_aborted_holds_up_nobody() -> None:
     driver.drain()
 
 
+def test_a_suspect_that_the_cache_cannot_hold_any_more_holds_up_nobody() -> None:
+    driver = Driver(blocks=16)
+    long = driver.ask("long", [1] * 30, max_tokens=4)
+    short = driver.ask("short", [2] * 4, max_tokens=9)
+    driver.step()
+    for layout in (CacheLayout(16, 4, 1, VOCAB), CacheLayout(6, 4, 1, VOCAB)):
+        driver.executor.restart_layouts.append(layout)
+        driver.executor.lose_result = True
+        while driver.executor.lose_result:
+            driver.step()
+    assert "long" in driver.engine._quarantine.suspects
+    begin = driver.clock.now
+    while short.reason is None:
+        driver.step()
+    assert driver.clock.now - begin < 5
+    driver.engine.recover(LOST)
+    driver.executor.restart_layouts.append(CacheLayout(16, 4, 1, VOCAB))
+    driver.drain()
+    assert long.reason == "length"
+
+
 def test_only_the_suspect_is_planned() -> None:
     driver = poisoned(3)
     while driver.engine._quarantine.alone is None:
