@@ -20,6 +20,7 @@ import msgspec
 from phalanx import errors
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, RequestError
+from phalanx.error_names import error_named, name_of
 from phalanx.errors import EngineDead, PhalanxError, Unavailable
 
 MAX_FRAME = 64 * 2**20
@@ -205,9 +206,6 @@ class FrameSocket:
         return messages
 
 
-_KINDS: dict[str, type[PhalanxError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PhalanxError)
-}
 _BY_CODE: dict[str | None, type[PhalanxError]] = {
     errors.ContextLengthExceeded.code: errors.ContextLengthExceeded,
     errors.QueueFull.code: errors.QueueFull,
@@ -216,14 +214,12 @@ _BY_CODE: dict[str | None, type[PhalanxError]] = {
 
 
 def load_failure(error: PhalanxError) -> LoadFailed:
-    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "PhalanxError")
-    return LoadFailed(kind, error.message, error.fix, error.code, error.param)
+    return LoadFailed(name_of(error), error.message, error.fix, error.code, error.param)
 
 
 def loading_error(failure: LoadFailed) -> PhalanxError:
     """The inverse of `load_failure`: the same class, message and fix."""
-    kind = _KINDS.get(failure.kind, PhalanxError)
-    return kind(failure.message, fix=failure.fix, param=failure.param, code=failure.code)
+    return error_named(failure.kind, failure.message, fix=failure.fix, param=failure.param, code=failure.code)
 
 
 def raised(error: RequestError) -> PhalanxError:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import msgspec
 
-from phalanx import errors
 from phalanx.config import EngineConfig
 from phalanx.distributed.address import Address
 from phalanx.distributed.mesh import Mesh
+from phalanx.error_names import error_named, name_of
 from phalanx.errors import PhalanxError
 from phalanx.executor.base import CacheLayout, WorkerStatus
 
@@ -191,21 +191,15 @@ def decode_from_rank(data: bytes | memoryview) -> FromRank:
     return _from_rank.decode(data)
 
 
-_KINDS: dict[str, type[PhalanxError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, PhalanxError)
-}
-
-
 def failed(epoch: int, error: BaseException, *, secondary: bool = False) -> Failed:
     """`error` as it travels; of an unexpected one its class and text, in one line."""
     if not isinstance(error, PhalanxError):
         text = " ".join(str(error).split())[:500]
         return Failed(epoch, "PhalanxError", f"{type(error).__name__}: {text}".rstrip(": "))
-    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "PhalanxError")
-    return Failed(epoch, kind, error.message, error.fix, error.code, error.param, secondary)
+    return Failed(epoch, name_of(error), error.message, error.fix, error.code, error.param, secondary)
 
 
 def raised(failure: Failed, where: str = "") -> PhalanxError:
     """The exception that `failure` stands for; `where` goes in front of its message."""
-    kind = _KINDS.get(failure.kind, PhalanxError)
-    return kind(where + failure.message, fix=failure.fix, param=failure.param, code=failure.code)
+    message = where + failure.message
+    return error_named(failure.kind, message, fix=failure.fix, param=failure.param, code=failure.code)
