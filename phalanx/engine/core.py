@@ -176,7 +176,7 @@ class Heartbeat:
 
 
 class Core:
-    """The loop between a socket and an engine. `run` returns when the front end says so or is gone."""
+    """The loop between a socket and an engine."""
 
     def __init__(self, channel: FrameSocket, engine: Engine, *, life: int = 1):
         self._channel = channel
@@ -186,21 +186,22 @@ class Core:
         self._was_busy = False
         self._failures = 0
 
-    def run(self) -> None:
-        """Raises EOFError when the front end is gone, BrokenFrame when it sends nonsense."""
+    def run(self) -> bool:
+        """Until the front end says so, True, or the engine cannot go on, False. Raises EOFError when the front end is
+        gone, BrokenFrame when it sends nonsense."""
         engine = self._engine
         while True:
             replies: list[EngineOutput] = []
             for message in self._channel.receive(0.0 if engine.has_work else IDLE_TICK):
                 if isinstance(message, Shutdown):
-                    return
+                    return True
                 self._handle(message, replies)
             if replies:  # ahead of the step: clients wait to hear whether they are admitted
                 self._send_outputs(replies)
             busy = engine.has_work
             outputs = self._step() if busy else []
             if outputs is None:
-                return
+                return False
             if not busy:
                 engine.tick()
             self._report(outputs, busy)
@@ -327,7 +328,8 @@ def end_with_parent(parent: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The process. Exit status 0 after an orderly end, 1 when loading failed or the front end was lost."""
+    """The process. Exit status 0 after an orderly end, 1 when loading failed, the engine could not go on, or the front
+    end was lost."""
     parser = argparse.ArgumentParser(description="A Phalanx engine process; started by its front end, not by hand.")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
@@ -351,8 +353,7 @@ def main(argv: list[str] | None = None) -> int:
             gc.collect()
             gc.freeze()  # what is loaded stays; the collector need not look at it again
             with Heartbeat(channel, engine):
-                Core(channel, engine, life=options.life).run()
-            return 0
+                return 0 if Core(channel, engine, life=options.life).run() else 1
         finally:
             engine.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
