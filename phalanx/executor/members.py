@@ -338,8 +338,6 @@ class Watch:
     def _advance(self, fd: int) -> None:
         """Read what has come."""
         talk = self._talks[fd]
-        if talk.member is not None:
-            talk.member.stirred = time.monotonic()
         try:
             while True:
                 try:
@@ -357,6 +355,9 @@ class Watch:
             self._lose(fd, error)
 
     def _await(self, fd: int, talk: _Talk, event: int) -> None:
+        """All that came is read, and it was not the end."""
+        if talk.member is not None:
+            talk.member.stirred = time.monotonic()
         if event != talk.event:
             talk.event = event
             self._selector.modify(fd, selectors.EVENT_READ if event == select.POLLIN else selectors.EVENT_WRITE)

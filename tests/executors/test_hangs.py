@@ -31,7 +31,7 @@ from tests.helpers.worker_model import engine_config
 BOUND = 1.5
 """Seconds: --hang-timeout of these tests."""
 
-QUICK = 1.0
+QUICK = 1.5
 """A death is noticed in 0.5 s; a machine with other work may take longer to run whoever notices."""
 
 SLOW = pytest.mark.slow
@@ -105,7 +105,7 @@ class TestInAStep:
     def test_the_end_of_a_rank_is_noticed_at_once(self, executor, do, rank):
         died, after = lose(executor, do, rank)
         assert (died.rank, died.kind) == (rank, DEEDS[do][2]) and DEEDS[do][1] in died.cause
-        assert after < QUICK and (do == "raise" or died.silent < QUICK)
+        assert after < QUICK and (do == "raise" or 0.001 < died.silent < QUICK)
         tokens = generate_after(executor)
         assert len(tokens) == 10
 
