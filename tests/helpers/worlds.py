@@ -71,6 +71,7 @@ class World:
 
         share = {"num_cpus": (self.size + 1) // 2}
         self.cluster = self._things.enter_context(ray_cluster(a=share, b=share, c=share))
+        self.cluster.ray.shutdown()  # this process only starts and kills nodes, and need not hear of their ends
         self.arguments += ["--distributed-executor-backend", "ray", "--placement-strategy", "SPREAD"]
         self._start = subprocess.Popen
         self._network = contextlib.nullcontext
@@ -168,6 +169,15 @@ class World:
         for node in self.nodes:
             node.wait()
         self.nodes.clear()
+        if self.cluster is not None:
+            self._mend_cluster()
+
+    def _mend_cluster(self) -> None:
+        """Raylets that are gone are replaced."""
+        for name, node in list(self.cluster.nodes.items()):
+            if any(info.process.poll() is not None for info in node.all_processes["raylet"]):
+                self.cluster.kill(name)
+                self.cluster.add(name, num_cpus=(self.size + 1) // 2)
 
     def close(self) -> None:
         self.forget()
