@@ -170,8 +170,9 @@ class Worker:
     def allocate(
         self, progress: LoadProgress | None = None, *, blocks: int | None = None, epoch: int = 0
     ) -> CacheLayout:
-        """Allocate a KV cache of `blocks` (default: `cache_size`), forget all requests, and run once, so that the
-        first request finds everything ready. Plans of `epoch` count from now on. Raises NotEnoughMemory.
+        """Allocate a KV cache of `blocks` (default: `cache_size`) and forget all requests. In epoch 0, run once, so
+        that the first request finds everything ready; later, requests wait already, and theirs is the first run.
+        Plans of `epoch` count from now on. Raises NotEnoughMemory.
         """
         decoder = self._loaded()
         report = progress or _silent
@@ -184,9 +185,10 @@ class Worker:
         self._runner = self._new_runner(decoder, self._pool)
         self.epoch = epoch
         report("kv cache", 1.0)
-        report("warm-up", 0.0)
-        self._warm_up(self._runner, tokens=min(_WARM_UP_TOKENS, self._max_model_len()), rows=1)
-        report("warm-up", 1.0)
+        if epoch == 0:
+            report("warm-up", 0.0)
+            self._warm_up(self._runner, tokens=min(_WARM_UP_TOKENS, self._max_model_len()), rows=1)
+            report("warm-up", 1.0)
         self.state = "ready"
         return self.layout()
 
