@@ -209,6 +209,7 @@ class Lives:
             open_requests=self._unfinished.requests,
             tokens=self._unfinished.tokens,
         )
+        self._changed()
 
     async def _prove(self, client: EngineClient) -> None:
         """One token by a request of our own if nobody else has one there: an idle engine, too, is to be known to

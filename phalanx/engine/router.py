@@ -203,6 +203,8 @@ class Router:
         alone = self._quarantine.alone
         if alone is None:
             return True
+        if self._cell.lives.gone is not None:
+            self._cell = next((each for each in self._engines if each.lives.gone is None), self._cell)
         if cursor.request_id == alone:
             return engine is self._cell and not engine.members
         return engine is not self._cell
@@ -224,9 +226,8 @@ class Router:
                 "The engine is gone."
             )
         if cursor.accepted:
-            if not returning and all(each.lives.client.status().state == "draining" for each in able) and full:
-                return next(iter(full.values()))
-            return None
+            leaving = [each for each in able if each in full and each.lives.client.status().state == "draining"]
+            return full[leaving[0]] if leaving and len(leaving) == len(able) and not returning else None
         if able and all(engine in full for engine in able) and not returning:
             return next(iter(full.values()))
         refused = self._no_room(returning if not able else [])
@@ -251,16 +252,18 @@ class Router:
     async def _wait(self, failed: set[EngineClient]) -> None:
         """Until something has changed. Raises EngineDead when only engines are left that have failed this request and
         do not end."""
-        helpless = all(not engine.lives.comes_back for engine in self._engines) and all(
-            engine.lives.client in failed or not engine.lives.usable for engine in self._engines
-        )
         self._waiting += 1
         try:
-            await asyncio.wait_for(self._changed.wait(), _LAST_WORDS_S if helpless else None)
+            await asyncio.wait_for(self._changed.wait(), _LAST_WORDS_S if self._helpless(failed) else None)
         except TimeoutError:
-            raise EngineDead("The engine takes no requests any more.") from None
+            if self._helpless(failed):
+                raise EngineDead("The engine takes no requests any more.") from None
         finally:
             self._waiting -= 1
+
+    def _helpless(self, failed: set[EngineClient]) -> bool:
+        lives = [engine.lives for engine in self._engines]
+        return not any(each.comes_back or (each.usable and each.client not in failed) for each in lives)
 
     def _wake(self) -> None:
         """Whoever waits looks again."""

@@ -4,7 +4,8 @@ import pytest
 
 from phalanx.config import RecoveryConfig
 from phalanx.engine import recovery as recovery_module
-from phalanx.engine.client import EngineLost, EngineOutput
+from phalanx.engine import router as router_module
+from phalanx.engine.client import EngineLost, EngineOutput, request_error
 from phalanx.engine.cursor import Cursor
 from phalanx.engine.echo import EchoEngine
 from phalanx.engine.router import Router
@@ -435,3 +436,53 @@ async def test_closing_while_an_engine_starts(quick):
     await asyncio.wait_for(router.close(), 1)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_an_engine_that_calls_itself_dead_is_waited_for(quick, monkeypatch):
+    """Its requests get errors a moment before it is gone, and the next one takes longer than that to start."""
+    monkeypatch.setattr(router_module, "_LAST_WORDS_S", 0.03)
+
+    class GivingUp(EchoEngine):
+        async def generate(self, request):
+            yield EngineOutput(request.request_id, 0)
+            yield EngineOutput(request.request_id, 0, [1])
+            error = request_error(EngineDead("The workers are lost."))
+            yield EngineOutput(request.request_id, 1, finish_reason="error", error=error)
+
+    class Slow(EchoEngine):
+        async def start(self):
+            await asyncio.sleep(0.1)
+            return await super().start()
+
+    first = GivingUp()
+    router = Router([first], make=Slow)
+    await router.start()
+    running = asyncio.create_task(collect(router.generate(engine_request(max_tokens=5))))
+    await asyncio.sleep(0.01)
+    first.die()
+    assert tokens_of(await running) == [1, 2, 3, 1, 2]
+    await router.close()
+
+
+async def test_an_engine_that_calls_itself_dead_and_lives_on_takes_no_requests(quick, monkeypatch):
+    monkeypatch.setattr(router_module, "_LAST_WORDS_S", 0.03)
+
+    class Dead(EchoEngine):
+        async def generate(self, request):
+            error = request_error(EngineDead("The workers are lost."))
+            yield EngineOutput(request.request_id, 0, finish_reason="error", error=error)
+
+    router = Router([Dead()])
+    await router.start()
+    await collect_until(EngineDead, router.generate(engine_request(max_tokens=5)))
+    await router.close()
+
+
+async def test_a_suspect_whose_engine_is_gone_for_good_is_tried_in_another(quick):
+    """Three engines without a second life: two are lost to it, the third refuses nobody else."""
+    engines = [EchoEngine(poison=666, delay=0.001), EchoEngine(poison=666, delay=0.001), EchoEngine(delay=0.001)]
+    router = await started(*engines)
+    bad = asyncio.create_task(collect(router.generate(engine_request("bad", prompt=(1, 666), max_tokens=3))))
+    good = [asyncio.create_task(collect(router.generate(engine_request(f"r{i}", max_tokens=60)))) for i in range(4)]
+    assert tokens_of(await asyncio.wait_for(bad, 5)) == [1, 666, 1]  # the third engine survives it
+    assert all(tokens_of(await each) == [1, 2, 3] * 20 for each in good)
