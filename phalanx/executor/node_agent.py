@@ -1,4 +1,5 @@
-"""A node without a server: it joins node 0, starts the ranks that it is told to, and ends when node 0 does.
+"""A node without a server: it joins node 0, starts the ranks that it is told to, and ends when node 0 does. When only
+node 0's engine has died, which is started again, it joins that one.
 
 One thread listens to node 0 and minds the clock; others find the model at the start (which may be a download) and wait
 for the ends of ranks. Ranks speak to node 0 for themselves. Raises ConfigError for what a user can
@@ -59,6 +60,10 @@ REPORT_S = 10.0
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0
 _SILENCE_S = 4 * BEAT_S
+_RETURN_S = 4.0
+"""For node 0's engine to listen again after it has died: longer and this node counts as left over."""
+_REFUSAL_S = 1.5
+"""For node 0 to answer a call."""
 _AWAKE_S = 60.0
 
 Say = Callable[[str], None]
@@ -100,11 +105,12 @@ class NodeAgent:
         self._encrypt = parallel.encrypt_transport
         self._never = Abort()
         self._stream: SecureStream | None = None
+        self._dialled: socket.socket | None = None
+        """To node 0's next engine."""
         self._lock = threading.Lock()
         self._heard = time.monotonic()
         self._supervisor: SupervisorProcess | None = None
         self._door: ProbeDoor | None = None
-        self._ending = False
 
     def run(self) -> int:
         """Until node 0 ends or a signal comes; the exit code. Raises ConfigError when this node cannot join, or loses
@@ -112,16 +118,10 @@ class NodeAgent:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _ask)
         try:
-            self._serve(self._join())
+            while self._served():
+                self._say("node 0's engine has ended and is started again; this node joins it again.")
         except _Over:
             self._say("node 0 has ended, and so does this node.")
-        except PeerLost:
-            # A kernel that lives says at once that node 0's process has ended; one that does not has been silent.
-            silent = time.monotonic() - self._heard
-            if silent > _SILENCE_S:
-                words = f"nothing has come from it for {silent:.0f} s: it is down, or the network is"
-                raise self._network_lost(words) from None
-            self._say("node 0 has ended (the connection to it has), and so does this node.")
         except (Silent, GroupBroken, msgspec.DecodeError) as error:
             text = str(error).rstrip(".")
             raise self._network_lost(text[:1].lower() + text[1:]) from None
@@ -133,6 +133,33 @@ class NodeAgent:
         finally:
             self._clear()
         return 0
+
+    def _served(self) -> bool:
+        """Join node 0 and serve it until its engine ends; whether there is another one by now."""
+        with contextlib.suppress(PeerLost):
+            self._serve(self._join())
+        silent = time.monotonic() - self._heard
+        self._clear()
+        if self._config.recovery.enable_recovery and self._listens_again():
+            return True
+        # A kernel that lives says at once that node 0's process has ended; one that does not has been silent.
+        if silent > _SILENCE_S:
+            raise self._network_lost(f"nothing has come from it for {silent:.0f} s: it is down, or the network is")
+        self._say("node 0 has ended (the connection to it has), and so does this node.")
+        return False
+
+    def _listens_again(self) -> bool:
+        """Waits for it while node 0 answers at all, if only by refusing."""
+        until = time.monotonic() + _RETURN_S
+        while time.monotonic() < until:
+            try:
+                self._dialled = socket.create_connection(self._master, timeout=_REFUSAL_S)
+                return True
+            except ConnectionRefusedError:
+                time.sleep(0.1)
+            except OSError:
+                return False
+        return False
 
     def _network_lost(self, why: str) -> ConfigError:
         return ConfigError(
@@ -183,6 +210,9 @@ class NodeAgent:
     def _connect(self) -> socket.socket:
         """Node 0 may come later. Raises ConfigError when it does not come at all."""
         begin = said = time.monotonic()
+        if (dialled := self._dialled) is not None:
+            self._dialled = None
+            return dialled
         while True:
             try:
                 return socket.create_connection(self._master, timeout=_CONNECT_S)
@@ -210,7 +240,8 @@ class NodeAgent:
             model = self._config.model.model
             lacks = model if model and model[0] in "/.~" and not Path(model).expanduser().exists() else ""
             prepared = Prepared(failure=error.message, fix=error.fix, lacks=lacks)
-        self._tell(prepared)
+        if supervisor is self._supervisor:
+            self._tell(prepared)
 
     # -- in service
 
@@ -266,7 +297,7 @@ class NodeAgent:
 
     def _watch(self, supervisor: SupervisorProcess, rank: int, life: int) -> None:
         cause = supervisor.cause(rank, threading.TIMEOUT_MAX)
-        if cause is not None and not self._ending:
+        if cause is not None and supervisor is self._supervisor:
             self._say(f"rank {rank} has ended: {cause}.")
             self._tell(RankEnded(rank, life, cause))
 
@@ -282,14 +313,16 @@ class NodeAgent:
     # -- the end
 
     def _clear(self) -> None:
-        self._ending = True
-        if self._door is not None:
-            self._door.close()
-        if self._supervisor is not None:
-            self._supervisor.close()
-        if self._stream is not None:
-            self._stream.shut()
-            self._stream.close()
+        """Everything of this session; what its threads still say is not heard."""
+        door, supervisor, stream = self._door, self._supervisor, self._stream
+        self._door = self._supervisor = self._stream = None
+        if door is not None:
+            door.close()
+        if supervisor is not None:
+            supervisor.close()
+        if stream is not None:
+            stream.shut()
+            stream.close()
 
 
 def _ask(number: int, _: object) -> None:
