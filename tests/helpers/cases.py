@@ -7,6 +7,7 @@ pairwise(seed)         # few cases in which every two values that can meet do me
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -161,8 +162,14 @@ def random_case(
     rng: random.Random, executors: Iterable[str] = EXECUTORS, layouts: Iterable[str] = tuple(LAYOUTS)
 ) -> Case:
     """Each fault as likely as any other, whatever the number of its places."""
-    by_fault: dict[str, list[Case]] = {}
-    for case in all_cases(executors, layouts):
-        by_fault.setdefault(case.fault, []).append(case)
+    by_fault = _by_fault(tuple(executors), tuple(layouts))
     found = rng.choice(by_fault[rng.choice(sorted(by_fault))])
     return Case(*astuple(found)[:-1], seed=rng.randrange(1_000_000))
+
+
+@functools.cache
+def _by_fault(executors: tuple[str, ...], layouts: tuple[str, ...]) -> dict[str, list[Case]]:
+    found: dict[str, list[Case]] = {}
+    for case in all_cases(executors, layouts):
+        found.setdefault(case.fault, []).append(case)
+    return found
