@@ -175,7 +175,8 @@ class Nemesis:
         self._check_server(case, serving, before, counted, report)
         report.recoveries = [r for r in serving.status()["recoveries"] if r["epoch"] > epoch]
         outages = [_outage(recovery, offset) for recovery in report.recoveries]
-        report.complaints += check_health(looker.samples, outages, able=(able_from, able_to))
+        if case.target != "front":  # it was stopped, and could not answer
+            report.complaints += check_health(looker.samples, outages, able=(able_from, able_to))
 
     def _ask_and_strike(self, case: Case, serving: Serving, oracle: Oracle) -> list[Client]:
         """Ask, and do it, in the order that the phase says."""
