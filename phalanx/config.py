@@ -249,6 +249,12 @@ class ParallelConfig:
         return backend == "mp" and self.nnodes == 1
 
     @property
+    def meets_nodes(self) -> bool:
+        """Whether other nodes call here, as node 0."""
+        backend = self.distributed_executor_backend
+        return self.nnodes > 1 and self.node_rank == 0 and bool(self.master_addr) and backend != "ray"
+
+    @property
     def stage_layers(self) -> tuple[int, ...]:
         """Layers of each stage; empty while that is automatic."""
         return () if self.pipeline_split == "auto" else tuple(int(n) for n in self.pipeline_split.split(","))

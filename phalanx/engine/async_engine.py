@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import socket
 import threading
 import time
 import weakref
@@ -78,6 +79,8 @@ class AsyncEngine:
         """Resolved once `start` has returned."""
         self.checkpoint = checkpoint
         self._client = client
+        self._door: socket.socket | None = None
+        """Where other nodes call."""
         self._given_tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="phalanx-text")
         self._streams: weakref.WeakSet[RequestStream] = weakref.WeakSet()
@@ -131,13 +134,17 @@ class AsyncEngine:
 
         def another() -> Replica:
             """For one that is lost."""
-            replica = Replica(life=next(lives))
+            replica = Replica(life=next(lives), door=self._door)
             if prepared is not None:
                 replica.configure(*prepared)
             replica.spawn(ranks=ranks)
             return replica
 
-        replica = Replica(progress=progress)
+        if self.config.parallel.meets_nodes:
+            from phalanx.executor.interfaces import open_door
+
+            self._door = await self._in_thread(partial(open_door, self.config.parallel))
+        replica = Replica(progress=progress, door=self._door)
         scheduler = self.config.scheduler
         self._client = Router(
             [replica],
@@ -323,6 +330,8 @@ class AsyncEngine:
         await asyncio.gather(*(stream.aclose() for stream in list(self._streams)), return_exceptions=True)
         if self._client is not None:
             await self._client.close()
+        if self._door is not None:
+            self._door.close()
         if self._template is not None:
             self._template.close()
         if self._grammars is not None:

@@ -74,12 +74,13 @@ def open_engine(
     *,
     supervisor: SupervisorProcess | None = None,
     life: int = 1,
+    door: socket.socket | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model, in this process or in ranks of its own. `config` is resolved, `name` is what the model is called;
     a `supervisor` that is given is used for the ranks, and ended with them; `life` counts the processes in this one's
-    place. Raises UserError, WorkerDied."""
+    place; other nodes call at `door`, if it is open already. Raises UserError, WorkerDied."""
     begin = time.monotonic()
-    executor = make_executor(config, supervisor=supervisor, choose=splitter(config))
+    executor = make_executor(config, supervisor=supervisor, choose=splitter(config), door=door)
     try:
         layout = executor.start(config, progress)
         grammars = LazyGrammars(config, layout.vocab_size)
@@ -284,7 +285,9 @@ class Core:
             self._channel.send(Outputs([ended], status))
 
 
-def _load(channel: FrameSocket, start: Start, supervisor: SupervisorProcess | None, life: int) -> Engine | None:
+def _load(
+    channel: FrameSocket, start: Start, supervisor: SupervisorProcess | None, life: int, door: socket.socket | None
+) -> Engine | None:
     """Open the engine and tell the front end. None when it could not be opened; the front end knows why."""
     last = ("", 0.0)
 
@@ -298,7 +301,7 @@ def _load(channel: FrameSocket, start: Start, supervisor: SupervisorProcess | No
 
     try:
         with Heartbeat(channel) as heartbeat:
-            engine, info = open_engine(start.config, start.name, progress, supervisor=supervisor, life=life)
+            engine, info = open_engine(start.config, start.name, progress, supervisor=supervisor, life=life, door=door)
     except PhalanxError as error:
         log.debug("loading failed", exc_info=True)
         channel.send(load_failure(error))
@@ -335,18 +338,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--ranks", action="store_true", help="ranks in processes of their own will compute")
     parser.add_argument("--life", type=int, default=1, help="how many processes have been in this one's place")
+    parser.add_argument("--door", type=int, help="the inherited socket at which other nodes call")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     end_with_parent(options.parent)
     os.set_inheritable(options.fd, False)
     channel = FrameSocket(socket.socket(fileno=options.fd))
-    supervisor = _prepare(ranks=options.ranks)
+    door = None
+    if options.door is not None:
+        os.set_inheritable(options.door, False)
+        door = socket.socket(fileno=options.door)
+    supervisor = _prepare(ranks=options.ranks, elsewhere=door is not None)
     try:
         start = _first_message(channel)
         if start is None:
             return 0
         configure(start.config.server.log_level, start.config.server.log_format, tag="engine")
-        engine = _load(channel, start, supervisor, options.life)
+        engine = _load(channel, start, supervisor, options.life, door)
         if engine is None:
             return 1
         try:
@@ -363,8 +371,11 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _prepare(*, ranks: bool) -> SupervisorProcess | None:
-    """The long import of torch runs while the front end still finds the model: here, or where ranks are forked."""
+def _prepare(*, ranks: bool, elsewhere: bool) -> SupervisorProcess | None:
+    """The long import of torch runs while the front end still finds the model: here, or where ranks are forked. With
+    ranks `elsewhere` too, this node's are forked by somebody else."""
+    if elsewhere:
+        return None
     if ranks:
         from phalanx.executor.multiprocess import SupervisorProcess
 

@@ -108,9 +108,11 @@ def merged(outputs: list[EngineOutput]) -> EngineOutput:
 class Replica:
     """One engine process. `spawn` may be called early, before there is a configuration; then `configure`, `start`."""
 
-    def __init__(self, *, progress: LoadProgress | None = None, life: int = 1):
-        """`life` counts the processes in this one's place."""
+    def __init__(self, *, progress: LoadProgress | None = None, life: int = 1, door: socket.socket | None = None):
+        """`life` counts the processes in this one's place. `door` is where other nodes call: it stays open here when
+        the process is lost."""
         self._progress = progress
+        self._door = door
         self._life = life
         self._start: Start | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -144,12 +146,16 @@ class Replica:
         command = [sys.executable, "-P", "-m", "phalanx.engine.core"]  # -P: the current folder is no place for modules
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid()), "--life", str(self._life)]
         command += ["--ranks"] if ranks else []
+        inherited = [theirs.fileno()]
+        if self._door is not None:
+            command += ["--door", str(self._door.fileno())]
+            inherited.append(self._door.fileno())
         with theirs:
             # Standard output is the caller's; whatever libraries print goes to standard error. A process group of its
             # own: Ctrl-C on a terminal reaches this process alone, also while the new one is not yet able to ignore it.
             self._process = subprocess.Popen(
                 command,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=inherited,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 process_group=0,

@@ -9,17 +9,23 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.executor.base import Executor
 
 if TYPE_CHECKING:
+    import socket
+
     from phalanx.executor.multiprocess import SupervisorProcess
     from phalanx.executor.seating import Choose
 
 
 def make_executor(
-    config: EngineConfig, *, supervisor: SupervisorProcess | None = None, choose: Choose | None = None
+    config: EngineConfig,
+    *,
+    supervisor: SupervisorProcess | None = None,
+    choose: Choose | None = None,
+    door: socket.socket | None = None,
 ) -> Executor:
     """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none.
-    `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. Raises
-    ConfigError for a layout that the model cannot be cut into, before any rank starts, and CheckpointError when the
-    model cannot be read."""
+    `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. Other nodes
+    call at `door`, if it is open already. Raises ConfigError for a layout that the model cannot be cut into, before any
+    rank starts, and CheckpointError when the model cannot be read."""
     parallel = config.parallel
     if supervisor is not None and not parallel.forks_ranks:
         supervisor.close()
@@ -41,7 +47,7 @@ def make_executor(
     if parallel.nnodes > 1:
         from phalanx.executor.nodes import nodes_executor
 
-        return nodes_executor(config, layout, choose=choose)
+        return nodes_executor(config, layout, choose=choose, door=door)
     return multiprocess_executor(layout, device=config.model.device, supervisor=supervisor, choose=choose)
 
 

@@ -12,6 +12,8 @@ import errno
 import ipaddress
 import socket
 
+from phalanx import env
+from phalanx.config import ParallelConfig
 from phalanx.errors import ConfigError
 
 _SOMEWHERE = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
@@ -80,6 +82,14 @@ def checked(address: str, origin: str) -> str:
     listener = listen(str(plain), 0, origin)
     listener.close()
     return str(plain)
+
+
+def open_door(parallel: ParallelConfig) -> socket.socket:
+    """Where the other nodes call, on node 0. Who opens it keeps it open over several engines, so that nodes can call
+    while there is none. Raises ConfigError."""
+    override = env.host_ip()
+    host = address_of_node_0(parallel.master_addr or "", override)
+    return listen(host, parallel.master_port, "PHALANX_HOST_IP" if override else "--master-addr")
 
 
 def listen(host: str, port: int, origin: str) -> socket.socket:

@@ -60,10 +60,10 @@ REPORT_S = 10.0
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0
 _SILENCE_S = 4 * BEAT_S
-_RETURN_S = 4.0
-"""For node 0's engine to listen again after it has died: longer and this node counts as left over."""
-_REFUSAL_S = 1.5
-"""For node 0 to answer a call."""
+_CALL_S = 1.5
+"""For node 0's kernel to answer a call after its engine was lost."""
+_NEXT_ENGINE_S = 120.0
+"""For its next engine to answer then."""
 _AWAKE_S = 60.0
 
 Say = Callable[[str], None]
@@ -135,30 +135,30 @@ class NodeAgent:
         return 0
 
     def _served(self) -> bool:
-        """Join node 0 and serve it until its engine ends; whether there is another one by now."""
-        with contextlib.suppress(PeerLost):
+        """Join node 0 and serve it until its engine ends or hangs; whether there may be another one."""
+        hang: Silent | None = None
+        try:
             self._serve(self._join())
+        except PeerLost:
+            pass
+        except Silent as error:
+            hang = error
         silent = time.monotonic() - self._heard
         self._clear()
-        if self._config.recovery.enable_recovery and self._listens_again():
-            return True
+        refused = False
+        if self._config.recovery.enable_recovery:
+            # Its front end keeps the door open over several engines: a refusal says that it has ended.
+            try:
+                self._dialled = socket.create_connection(self._master, timeout=_CALL_S)
+                return True
+            except OSError as error:
+                refused = isinstance(error, ConnectionRefusedError)
+        if hang is not None:
+            raise hang
         # A kernel that lives says at once that node 0's process has ended; one that does not has been silent.
-        if silent > _SILENCE_S:
+        if silent > _SILENCE_S and not refused:
             raise self._network_lost(f"nothing has come from it for {silent:.0f} s: it is down, or the network is")
         self._say("node 0 has ended (the connection to it has), and so does this node.")
-        return False
-
-    def _listens_again(self) -> bool:
-        """Waits for it while node 0 answers at all, if only by refusing."""
-        until = time.monotonic() + _RETURN_S
-        while time.monotonic() < until:
-            try:
-                self._dialled = socket.create_connection(self._master, timeout=_REFUSAL_S)
-                return True
-            except ConnectionRefusedError:
-                time.sleep(0.1)
-            except OSError:
-                return False
         return False
 
     def _network_lost(self, why: str) -> ConfigError:
@@ -170,6 +170,7 @@ class NodeAgent:
     # -- joining
 
     def _join(self) -> SecureStream:
+        again = self._dialled is not None
         sock = self._connect()
         host = env.host_ip()
         address = checked(host, "PHALANX_HOST_IP") if host else str(sock.getsockname()[0])
@@ -177,9 +178,14 @@ class NodeAgent:
         notice_silence(sock, SILENCE_MS)
         stream = SecureStream(sock, self._never, "it")
         try:
-            stream.handshake(derive(self._secret, "join"), client=True, encrypt=self._encrypt, timeout=_ANSWER_S)
-        except GroupBroken:
+            patience = _NEXT_ENGINE_S if again else _ANSWER_S
+            stream.handshake(derive(self._secret, "join"), client=True, encrypt=self._encrypt, timeout=patience)
+        except GroupBroken as error:
             stream.close()
+            if again and isinstance(error, PeerLost):
+                raise
+            if again:
+                raise self._network_lost(f"no engine has answered there for {patience:g} s") from None
             why = "the transport keys differ, only one side encrypts, or something else listens there"
             raise ConfigError(
                 f"Node 0 at {self._at} turned this node away: {why}.",

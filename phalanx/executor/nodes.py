@@ -14,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import platform
 import secrets
+import select
 import socket
 import threading
 import time
@@ -23,7 +25,6 @@ from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
-from phalanx import env
 from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.secure_stream import SecureStream, Unauthenticated
@@ -31,7 +32,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.dealing import crossing, deal
 from phalanx.executor.hub import HubExecutor
-from phalanx.executor.interfaces import address_of_node_0, listen, notice_silence, shown
+from phalanx.executor.interfaces import notice_silence, open_door, shown
 from phalanx.executor.keys import derive, root_secret
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
@@ -79,10 +80,18 @@ _VERDICT_S = 3.5
 class NodesLauncher:
     """The launcher of node 0. `launch` waits for the other nodes when it is first called."""
 
-    def __init__(self, config: EngineConfig, layout: Layout, *, limit: float = JOIN_LIMIT_S, report: float = REPORT_S):
-        """Raises ConfigError for an address or a port that cannot be used."""
+    def __init__(
+        self, config: EngineConfig, layout: Layout, *,
+        door: socket.socket | None = None, limit: float = JOIN_LIMIT_S, report: float = REPORT_S,
+    ):  # fmt: skip
+        """`door` as `interfaces.open_door` makes it, here or in another process. Raises ConfigError for an address or a
+        port that cannot be used."""
         parallel = config.parallel
-        self.host: str | None = address_of_node_0(parallel.master_addr or "", env.host_ip())
+        self._door = door or open_door(parallel)
+        self._door.setblocking(False)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
+        """Rung when this is closed."""
+        self.host: str | None = str(self._door.getsockname()[0])
         self.refused = 0
         """Callers turned away."""
         self._config, self._layout, self._limit, self._report = config, layout, limit, report
@@ -91,9 +100,6 @@ class NodesLauncher:
         secret = root_secret(parallel.transport_key, parallel.master_port)
         self._join_key = derive(secret, "join")
         self._session_key = derive(secret, "session", self._session)
-        self._listener = listen(
-            self.host, parallel.master_port, "PHALANX_HOST_IP" if env.host_ip() else "--master-addr"
-        )
         self._at = shown(self.host, parallel.master_port)
         self._name, self._versions = platform.node(), versions()
         self._never = Abort()
@@ -205,9 +211,7 @@ class NodesLauncher:
         if self._closed:
             return
         self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        os.eventfd_write(self._bell, 1)
         with self._changed:
             nodes = list(self._nodes.values())
         for node in nodes:
@@ -378,12 +382,20 @@ class NodesLauncher:
     # -- listening
 
     def _accept(self) -> None:
+        poll = select.poll()
+        poll.register(self._door, select.POLLIN)
+        poll.register(self._bell, select.POLLIN)
         while True:
-            try:
-                sock, peer = self._listener.accept()
-            except OSError:
+            poll.poll()
+            if self._closed:
+                self._door.close()
+                os.close(self._bell)
                 return
-            if self._closed or not self._callers.acquire(blocking=False):
+            try:
+                sock, peer = self._door.accept()
+            except OSError:  # the caller is gone again
+                continue
+            if not self._callers.acquire(blocking=False):
                 sock.close()
                 continue
             threading.Thread(target=self._hear, args=(sock, str(peer[0])), name="node", daemon=True).start()
@@ -546,9 +558,11 @@ class NodesLauncher:
         return f"{node.shown} was lost, with {self._ranks_of(node)}: {node.lost}"
 
 
-def nodes_executor(config: EngineConfig, layout: Layout, *, choose: Choose | None = None) -> HubExecutor:
+def nodes_executor(
+    config: EngineConfig, layout: Layout, *, choose: Choose | None = None, door: socket.socket | None = None
+) -> HubExecutor:
     """For node 0 of several. Raises ConfigError for an address or a port that cannot be used."""
-    launcher = NodesLauncher(config, layout)
+    launcher = NodesLauncher(config, layout, door=door)
     executor = HubExecutor(
         launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key, choose=choose
     )
