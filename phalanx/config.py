@@ -117,6 +117,9 @@ class SchedulerConfig:
     max_num_queued_reqs: int = option(1024, "Requests that may wait; more are refused with 503.")
 
 
+MAX_REPLICAS = 64
+
+
 def parse_tensor_split(text: str) -> str:
     """`auto`, or shares above zero: `3,1`, and `2,1;1` for stages. Returns them without blanks. Raises ConfigError."""
     plain = re.sub(r"\s+", "", text)
@@ -178,7 +181,9 @@ def parse_label(text: str) -> str:
 class ParallelConfig:
     tensor_parallel_size: int = option(1, "Ranks that share every layer.", "-tp")
     pipeline_parallel_size: int = option(1, "Stages of consecutive layers.", "-pp")
-    data_parallel_size: int = option(1, "Replicas of the whole model.", "-dp")
+    data_parallel_size: int = option(
+        1, "Replicas of the whole model behind one server; they share this machine's cores and memory.", "-dp"
+    )
     context_parallel_size: int = option(1, "Ranks that share every context.", "-cp")
     tensor_split: str = option(
         "auto",
@@ -240,7 +245,8 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel_size * self.context_parallel_size * sum(self.widths)
+        """Ranks of one replica."""
+        return self.context_parallel_size * sum(self.widths)
 
     @property
     def forks_ranks(self) -> bool:
@@ -469,6 +475,11 @@ def resolve(config: EngineConfig, spec: SpecFacts, hardware: HardwareFacts) -> E
             fix=f"Use at most {spec.max_positions}.",
         )
     device = hardware.device if model.device == "auto" else model.device
+    if device == "cuda" and parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"--data-parallel-size is {parallel.data_parallel_size}, but replicas run on CPUs in this version.",
+            fix="Use --tensor-parallel-size to use several GPUs, or --device cpu.",
+        )
     dtype = model.dtype
     if dtype == "auto":
         narrow = device == "cuda" or hardware.native_bfloat16
@@ -492,7 +503,7 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
         size = getattr(parallel, f"{axis}_parallel_size")
         if size < 1:
             raise ConfigError(f"--{axis}-parallel-size is {size}; it must be at least 1.")
-        if size > 1 and axis in ("data", "context"):
+        if size > 1 and axis == "context":
             raise ConfigError(
                 f"--{axis}-parallel-size is {size}, but {axis} parallelism is not in this version.",
                 fix=f"Use --{axis}-parallel-size 1.",
@@ -509,6 +520,7 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
             )
     _check_splits(parallel, widths)
     _check_nodes(parallel)
+    check_replicas(parallel)
     for name in ("num_cpus_per_worker", "num_gpus_per_worker"):
         amount = getattr(parallel, name)
         if amount is not None and not 0 <= amount < math.inf:
@@ -541,6 +553,21 @@ def _check_splits(parallel: ParallelConfig, widths: tuple[int, ...]) -> None:
         raise ConfigError(
             f"--tensor-split {parallel.tensor_split} does not name a share for each of {ranks} tensor ranks{stages}.",
             fix="Name one share a rank (stages apart with ;), or change --tensor-parallel-size.",
+        )
+
+
+def check_replicas(parallel: ParallelConfig) -> None:
+    """Raises ConfigError."""
+    size = parallel.data_parallel_size
+    if size < 1:
+        raise ConfigError(f"--data-parallel-size is {size}; it must be at least 1.")
+    if size > MAX_REPLICAS:
+        raise ConfigError(f"--data-parallel-size is {size}; at most {MAX_REPLICAS} replicas can share a machine.")
+    if size > 1 and (parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray"):
+        where = "several nodes" if parallel.nnodes > 1 else "Ray"
+        raise ConfigError(
+            f"--data-parallel-size is {size}, but replicas run on one machine in this version, not on {where}.",
+            fix="Leave out --data-parallel-size, or start one server on each machine.",
         )
 
 

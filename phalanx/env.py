@@ -91,8 +91,9 @@ def for_child(**values: str) -> dict[str, str]:
     return {**os.environ, **values}
 
 
-def for_engine() -> dict[str, str]:
-    """The environment for a process that computes; what the user has set stands.
+def for_engine(threads: int = 0) -> dict[str, str]:
+    """The environment for a process that computes; what the user has set stands. It gets at most `threads` OpenMP
+    threads, if that is not 0.
 
     OpenMP threads wait for each other after every operation, and spin for a millisecond before they sleep. On a machine
     with other work, the one that is waited for may not run while the other spins, which made steps 5 to 20 times
@@ -100,7 +101,12 @@ def for_engine() -> dict[str, str]:
     each shape of a product, 1,024 of them, which grew by some 80 MB over the first thousands of requests.
     """
     quick = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": "1000"}
-    return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", **quick, **os.environ}
+    return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", **quick, **os.environ, **_at_most(threads)}
+
+
+def _at_most(threads: int) -> dict[str, str]:
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return {"OMP_NUM_THREADS": str(threads)} if threads and not (wanted.isdigit() and int(wanted) <= threads) else {}
 
 
 _OURS = (PREFIX, "HF_")

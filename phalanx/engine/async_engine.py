@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from phalanx.config import EngineConfig
+from phalanx.config import EngineConfig, check_replicas
 from phalanx.engine.client import EngineClient, EngineInfo, EngineLost, EngineStatus
 from phalanx.engine.input_processor import InputProcessor, check_text
 from phalanx.engine.output_processor import OutputProcessor
@@ -61,7 +61,8 @@ class AsyncEngine:
     """
 
     info: EngineInfo
-    """Set by `start`, and again by each engine process that takes the place of a lost one."""
+    """Set by `start`, and again by each engine process that takes the place of a lost one; of several replicas, the
+    first one's."""
     tokenizer: Tokenizer
     """Set by `start`."""
 
@@ -118,12 +119,10 @@ class AsyncEngine:
         return self.info
 
     async def _start_process(self, progress: LoadProgress | None) -> EngineInfo:
-        from phalanx.engine.replica import Replica
+        from phalanx.engine.replicas import Replicas
         from phalanx.engine.resolution import for_engine
 
-        prepared: tuple[EngineConfig, str] | None = None
-        ranks = self.config.parallel.forks_ranks
-        lives = itertools.count(2)
+        check_replicas(self.config.parallel)
         loop = asyncio.get_running_loop()
 
         def report(what: str, done: int, total: int) -> None:  # called on a thread
@@ -132,35 +131,26 @@ class AsyncEngine:
             if progress is not None:
                 loop.call_soon_threadsafe(progress, "download", done / total if total else 0.0)
 
-        def another() -> Replica:
-            """For one that is lost."""
-            replica = Replica(life=next(lives), door=self._door)
-            if prepared is not None:
-                replica.configure(*prepared)
-            replica.spawn(ranks=ranks)
-            return replica
-
         if self.config.parallel.meets_nodes:
             from phalanx.executor.interfaces import open_door
 
             self._door = await self._in_thread(partial(open_door, self.config.parallel))
-        replica = Replica(progress=progress, door=self._door)
+        replicas = Replicas(self.config.parallel, progress=progress, door=self._door)
         scheduler = self.config.scheduler
         self._client = Router(
-            [replica],
-            make=another,
+            replicas.first,
+            make=replicas.makers,
             recovery=self.config.recovery,
             places=scheduler.max_num_queued_reqs + scheduler.max_num_seqs,
             at_once=scheduler.max_num_seqs,
             renewed=self._renewed,
         )
         # First of all: importing torch there takes longer than everything here.
-        replica.spawn(ranks=ranks)
+        replicas.spawn()
         # A thread of its own that nobody waits for at exit: a slow download must not hold up Ctrl-C.
         checkpoint, self.config = await _in_daemon_thread(partial(self._locate, report))
         self.checkpoint = checkpoint
-        prepared = await self._in_thread(partial(for_engine, self.config, checkpoint))
-        replica.configure(*prepared)
+        replicas.configure(*await self._in_thread(partial(for_engine, self.config, checkpoint)))
         started = asyncio.ensure_future(self._client.start())
         try:
             await self._in_thread(self._load_text)
@@ -171,7 +161,7 @@ class AsyncEngine:
         return await started
 
     def _renewed(self, info: EngineInfo) -> None:
-        """A new engine process took the place of a lost one."""
+        """A new engine process took the place of the first one."""
         self.info = info
 
     async def _start_given(self) -> EngineInfo:

@@ -144,6 +144,24 @@ class Recovery(msgspec.Struct, frozen=True):
     """Requests that go on after it."""
     recomputed: int = 0
     """Tokens of theirs that had been computed before."""
+    engine: int = 0
+    """Which of several engines; `rank` and `epoch` are its own."""
+
+
+class EngineState(msgspec.Struct):
+    """One of several engines."""
+
+    pid: int | None
+    state: str
+    epoch: int
+    running: int
+    waiting: int
+    outstanding: int
+    """Tokens that its requests may still need, prompt and answer."""
+    slowness: float = 1.0
+    """How many times as long as the fastest engine it takes over a token; 1 for all that are about as fast."""
+    relieved: int = 0
+    """Requests that went on elsewhere because it was slow."""
 
 
 class EngineStatus(msgspec.Struct):
@@ -178,6 +196,8 @@ class EngineStatus(msgspec.Struct):
     """Losses by kind, since the start."""
     hang_bound: float = 0.0
     """Seconds without progress after which a worker counts as hung now."""
+    engines: list[EngineState] = []
+    """What it is made of; empty where that is a single engine itself."""
 
 
 class EngineClient(Protocol):

@@ -338,10 +338,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--ranks", action="store_true", help="ranks in processes of their own will compute")
     parser.add_argument("--life", type=int, default=1, help="how many processes have been in this one's place")
+    parser.add_argument("--cores", default="", help="processor cores to run on, separated by commas")
     parser.add_argument("--door", type=int, help="the inherited socket at which other nodes call")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     end_with_parent(options.parent)
+    if options.cores:  # before torch counts them
+        os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     os.set_inheritable(options.fd, False)
     channel = FrameSocket(socket.socket(fileno=options.fd))
     door = None

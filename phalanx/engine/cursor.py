@@ -7,7 +7,7 @@ to nobody twice. Pure; knows no engine.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -29,7 +29,11 @@ class Cursor:
     resumed: bool = False
     finished: bool = False
     aborted: bool = False
-    """It was aborted while no engine had it."""
+    """Its client does not want it any more."""
+    leaving: bool = False
+    """It is to go on in another engine, because its own is slow."""
+    left: set[int] = field(default_factory=set)
+    """Engines that it has left so."""
 
     @classmethod
     def of(cls, request: EngineRequest) -> Cursor:
@@ -79,6 +83,16 @@ class Cursor:
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)
             self.skip_prompt_logprobs = 0
         return msgspec.structs.replace(self.request, sampling=sampling, output_token_ids=tuple(self.delivered))
+
+    @property
+    def tokens_left(self) -> int:
+        """Tokens that it may still get."""
+        return (self.request.sampling.max_tokens or 0) - len(self.delivered)
+
+    @property
+    def worth_moving(self) -> bool:
+        """Whether what is left is more than what another engine computes again (a prompt's token takes an eighth)."""
+        return self.tokens_left > self.tokens // 8
 
     @property
     def tokens(self) -> int:

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
@@ -63,11 +63,15 @@ class _Mailbox:
 
     def __init__(self, start: int) -> None:
         self._outputs: list[EngineOutput] = []
+        self._finished = False
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self.next_start = start
 
     def put(self, output: EngineOutput) -> None:
+        if self._finished:  # an abort came too late
+            return
+        self._finished = output.finish_reason is not None
         self._outputs.append(output)
         self.next_start = output.start + len(output.token_ids)
         self._news.set()
@@ -108,10 +112,19 @@ def merged(outputs: list[EngineOutput]) -> EngineOutput:
 class Replica:
     """One engine process. `spawn` may be called early, before there is a configuration; then `configure`, `start`."""
 
-    def __init__(self, *, progress: LoadProgress | None = None, life: int = 1, door: socket.socket | None = None):
+    def __init__(
+        self,
+        *,
+        progress: LoadProgress | None = None,
+        life: int = 1,
+        door: socket.socket | None = None,
+        cores: Sequence[int] = (),
+        threads: int = 0,
+    ):
         """`life` counts the processes in this one's place. `door` is where other nodes call: it stays open here when
-        the process is lost."""
+        the process is lost. It runs on `cores` with `threads` threads; none, 0: as the system will."""
         self._progress = progress
+        self._cores, self._threads = tuple(cores), threads
         self._door = door
         self._life = life
         self._start: Start | None = None
@@ -146,6 +159,7 @@ class Replica:
         command = [sys.executable, "-P", "-m", "phalanx.engine.core"]  # -P: the current folder is no place for modules
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid()), "--life", str(self._life)]
         command += ["--ranks"] if ranks else []
+        command += ["--cores", ",".join(map(str, self._cores))] if self._cores else []
         inherited = [theirs.fileno()]
         if self._door is not None:
             command += ["--door", str(self._door.fileno())]
@@ -159,7 +173,7 @@ class Replica:
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 process_group=0,
-                env=env.for_engine(),
+                env=env.for_engine(self._threads),
             )
         self._socket = ours
 

@@ -1,21 +1,26 @@
-"""`Router`: one `EngineClient` over several. It sends each request to the engine with the least outstanding work and
-keeps a cursor on it, so that a request outlives its engine.
+"""`Router`: one `EngineClient` over several. It sends each request to the engine that `routing` says, by outstanding
+work and known beginnings, and keeps a cursor on it, so that a request outlives its engine.
 
 When an engine is lost, each of its unfinished requests goes to another one, or to the next life of the same, as prompt
 and tokens delivered so far, and the stream goes on at the cursor: nothing is repeated, nothing is lost. While no engine
 is there, requests wait here: as many as would have had a place, and new ones too. One that was at work whenever an
-engine was lost is tried alone, then refused alone. When nothing helps, streams end with EngineDead. Does not look into
-prompts; what happens to a lost engine is the business of `Lives`.
+engine was lost is tried alone, then refused alone. When nothing helps, streams end with EngineDead. In the same way
+requests leave an engine that is much slower than another (`relief`): first those without a token, the youngest first,
+then those that have most to do; none goes back to where it came from while others take it. What happens to a lost
+engine is the business of `Lives`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import cast
+
+import msgspec
 
 from phalanx.config import RecoveryConfig
 from phalanx.engine.client import (
@@ -24,6 +29,7 @@ from phalanx.engine.client import (
     EngineLost,
     EngineOutput,
     EngineRequest,
+    EngineState,
     EngineStatus,
     Recovery,
     request_error,
@@ -32,6 +38,8 @@ from phalanx.engine.cursor import Cursor
 from phalanx.engine.lives import SUMMED, Lives, Unfinished, added
 from phalanx.engine.poison import Quarantine, refusal
 from phalanx.engine.recovery import KEPT
+from phalanx.engine.relief import Move, Relief, Sight
+from phalanx.engine.routing import PrefixAffinity, Routing
 from phalanx.errors import EngineDead, InvalidRequest, PhalanxError, QueueFull, Recovering
 
 log = logging.getLogger(__name__)
@@ -40,49 +48,67 @@ _LAST_WORDS_S = 5.0
 """An engine that has called itself dead may still take so long to be gone."""
 _RETRY_AFTER_S = 10.0
 """While memory is missing, nobody knows for how long."""
+_LOOK_S = 0.25
+"""Between two looks at who needs relief."""
+_PROMPT_TOKEN = 0.125
+"""Computing one of a prompt's tokens, in tokens of answers."""
 
 
 class _Engine:
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.lives: Lives
+        self.pid: int | None = None
         self.outstanding = 0
         """Tokens that the requests sent there may still need: prompt tokens to compute and output tokens to make."""
         self.members: dict[str, Cursor] = {}
         """Requests that its present life has, oldest first."""
+        self.made = self.prompts = 0
+        """Tokens of answers so far; prompt tokens of requests that have one."""
+        self.relieved = 0
+        self.given_up = False
 
 
 class Router:
     """An `EngineClient`. `clients` must not be empty; it starts, drains and closes them all.
 
-    `make` gives another client for one that is lost (all are alike); `places` is how many requests may wait here while
-    no engine is there, `at_once` how many an engine runs at a time. `renewed` is called with the facts of each new
-    engine process."""
+    `make` gives another client for one that is lost: one function for all, or one each. `places` is how many requests
+    may wait here while no engine is there, `at_once` how many an engine runs at a time. `renewed` is called with the
+    facts of each process that takes the place of the first engine's. Without `relieve` requests stay where they are."""
 
     def __init__(
         self,
         clients: Sequence[EngineClient],
         *,
-        make: Callable[[], EngineClient] | None = None,
+        make: Callable[[], EngineClient] | Sequence[Callable[[], EngineClient]] | None = None,
         recovery: RecoveryConfig | None = None,
         places: int = 2048,
         at_once: int = 256,
         renewed: Callable[[EngineInfo], None] = lambda info: None,
+        routing: Routing | None = None,
+        relieve: bool = True,
     ):
         if not clients:
             raise ValueError("a router needs at least one engine")
+        makers = [make] * len(clients) if make is None or callable(make) else list(make)
         self._engines: list[_Engine] = []
-        for client in clients:
-            engine = _Engine()
+        for client, maker in zip(clients, makers, strict=True):
+            engine = _Engine(len(self._engines))
             engine.lives = Lives(
                 client,
-                make,
+                maker,
                 recovery or RecoveryConfig(),
                 lost=partial(self._lost, engine),
                 at_work=partial(self._at_work, engine),
-                changed=self._wake,
-                renewed=renewed,
+                changed=partial(self._news, engine),
+                renewed=partial(self._renew, engine),
             )
             self._engines.append(engine)
+        self._routing = routing or PrefixAffinity()
+        self._relief = Relief(len(clients)) if relieve and len(clients) > 1 else None
+        self._relieving: asyncio.Task[None] | None = None
+        self._slowness = [1.0] * len(clients)
+        self._renewed = renewed
         self._places = places
         self._at_once = at_once
         self._cursors: dict[str, Cursor] = {}
@@ -101,7 +127,19 @@ class Router:
         return [engine.lives.client for engine in self._engines]
 
     async def start(self) -> EngineInfo:
-        infos = await asyncio.gather(*(engine.lives.start() for engine in self._engines))
+        """All at the same time. Raises what the first of them that fails raises; then none is left running."""
+        starting = [asyncio.ensure_future(engine.lives.start()) for engine in self._engines]
+        try:
+            infos = await asyncio.gather(*starting)
+        except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            raise
+        for engine, info in zip(self._engines, infos, strict=True):
+            engine.pid = info.pid
+        if self._relief is not None:
+            self._relieving = asyncio.create_task(self._relieve(self._relief))
         return infos[0]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
@@ -143,11 +181,13 @@ class Router:
                             if self._must_leave(engine, rid):
                                 break
                         else:
-                            return
+                            if not cursor.leaving:
+                                return
                 except EngineDead as error:
                     failed.add(client)
                     if isinstance(error, EngineLost):
                         engine.lives.note(client, error)
+                cursor.leaving = False
         finally:
             del self._cursors[rid]
             self._refused.discard(rid)
@@ -157,6 +197,7 @@ class Router:
         """What one life of `engine` has to say that is new. Raises EngineDead."""
         request = cursor.resume() if cursor.accepted else cursor.request
         rid, lives, client, members = request.request_id, engine.lives, engine.lives.client, engine.members
+        prompt = len(request.prompt_token_ids) + len(request.output_token_ids)
         work = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
         engine.outstanding += work
         members[rid] = cursor
@@ -167,12 +208,20 @@ class Router:
                     if output.error is not None:
                         yield output
                         return
-                    new = cursor.accept(output)
+                    leaves = cursor.leaving and output.finish_reason == "abort" and not cursor.aborted
+                    new = cursor.accept(msgspec.structs.replace(output, finish_reason=None) if leaves else output)
+                    if output.token_ids:
+                        done = min(work, len(output.token_ids) + prompt)
+                        engine.outstanding -= done
+                        work -= done
+                        engine.made += len(output.token_ids)
+                        engine.prompts += prompt
+                        prompt = 0
                     if new is not None and new.token_ids:
                         self._made(rid, len(new.token_ids), lives if lives.client is client else None)
                     if new is not None:
                         yield new
-                    if cursor.finished:
+                    if cursor.finished or leaves:
                         return
             raise EngineDead("The engine ended the answer without saying why.")
         except EngineLost:
@@ -186,17 +235,25 @@ class Router:
     # Who goes where
 
     def _choose(self, cursor: Cursor, failed: set[EngineClient], full: dict[_Engine, EngineOutput]) -> _Engine | None:
-        """The engine with the least outstanding work among those that may take the request; draining ones come last."""
-        best: _Engine | None = None
-        best_rank: tuple[bool, int] | None = None
-        for engine in self._engines:
-            client = engine.lives.client
-            if engine in full or client in failed or not engine.lives.usable or not self._admits(engine, cursor):
-                continue
-            rank = (client.status().state == "draining", engine.outstanding)
-            if best_rank is None or rank < best_rank:
-                best, best_rank = engine, rank
-        return best
+        """Where the request goes among those engines that may take it. Those that are draining come last, then those
+        that it has left because they were slow."""
+        able = [
+            engine
+            for engine in self._engines
+            if engine not in full
+            and engine.lives.client not in failed
+            and engine.lives.usable
+            and self._admits(engine, cursor)
+        ]
+        if len(able) > 1:
+            able = [engine for engine in able if engine.lives.client.status().state != "draining"] or able
+            able = [engine for engine in able if engine.number not in cursor.left] or able
+        if len(able) <= 1:
+            return able[0] if able else None
+        loads: list[float | None] = [None] * len(self._engines)
+        for engine in able:
+            loads[engine.number] = engine.outstanding * self._slowness[engine.number]
+        return self._engines[self._routing.choose(cursor.request, loads)]
 
     def _admits(self, engine: _Engine, cursor: Cursor) -> bool:
         """While there are suspects, one engine is theirs, one at a time."""
@@ -270,7 +327,52 @@ class Router:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    # Slow engines
+
+    async def _relieve(self, relief: Relief) -> None:
+        """As long as there are engines."""
+        last, made = time.monotonic(), [0.0] * len(self._engines)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            sights = []
+            for engine in self._engines:
+                total = engine.made + _PROMPT_TOKEN * engine.prompts
+                usable = engine.lives.usable and engine.lives.client.status().state in ("ready", "recovering")
+                sights.append(Sight(usable, len(engine.members), total - made[engine.number]))
+                made[engine.number] = total
+            move = relief.look(sights, now - last)
+            last, self._slowness = now, relief.slowness()
+            if move is not None and self._quarantine.alone is None:
+                await self._move(move)
+
+    async def _move(self, move: Move) -> None:
+        source = self._engines[move.source]
+        able = [c for c in source.members.values() if c.accepted and not (c.finished or c.leaving or c.aborted)]
+        able = [c for c in able if move.target not in c.left and c.worth_moving]
+        fresh = [c for c in reversed(able) if not c.delivered]
+        begun = sorted((c for c in able if c.delivered), key=lambda c: c.tokens_left, reverse=True)
+        for cursor in [*fresh, *begun][: move.count]:
+            cursor.leaving = True
+            cursor.left.add(source.number)
+            source.relieved += 1
+            await source.lives.client.abort(cursor.request_id)
+
     # What happens to requests
+
+    def _renew(self, engine: _Engine, info: EngineInfo) -> None:
+        engine.pid = info.pid
+        if self._relief is not None:
+            self._relief.forget(engine.number)
+        if engine.number == 0:
+            self._renewed(info)
+
+    def _news(self, engine: _Engine) -> None:
+        gone = engine.lives.gone
+        if gone is not None and not engine.given_up and len(self._engines) > 1:
+            engine.given_up = True
+            log.error("Engine %d is given up, the others go on: %s", engine.number, gone.message)
+        self._wake()
 
     def _made(self, request_id: str, tokens: int, lives: Lives | None) -> None:
         if lives is not None:
@@ -289,6 +391,7 @@ class Router:
     def _lost(self, engine: _Engine) -> Unfinished:
         """The present life of `engine` is over."""
         members, engine.members = engine.members, {}
+        self._routing.forget(engine.number)
         unfinished = [cursor for rid, cursor in members.items() if self._cursors.get(rid) is cursor]
         # More cannot have been at work; they are served in order.
         refused = self._quarantine.lost([cursor.request_id for cursor in unfinished[: self._at_once]])
@@ -312,22 +415,36 @@ class Router:
         return EngineOutput(rid, start, finish_reason="error", error=request_error(refusal()))
 
     async def abort(self, request_id: str) -> None:
+        cursor = self._cursors.get(request_id)
+        if cursor is not None:
+            cursor.aborted = True
         for engine in self._engines:
             if request_id in engine.members:
                 await engine.lives.client.abort(request_id)
                 return
-        cursor = self._cursors.get(request_id)
-        if cursor is not None:
-            cursor.aborted = True
-            self._wake()
+        self._wake()
 
     # All engines together
 
     def status(self) -> EngineStatus:
         """The engine's own when there is one; sums, and the best state, of several."""
         statuses = [engine.lives.status() for engine in self._engines]
+        seen = [msgspec.structs.replace(own) for own in statuses]
         status = statuses[0] if len(statuses) == 1 else _merge(statuses)
         status.waiting += len(self._cursors) - sum(len(engine.members) for engine in self._engines)
+        status.engines = [
+            EngineState(
+                pid=engine.pid,
+                state=own.state,
+                epoch=own.epoch,
+                running=own.running,
+                waiting=own.waiting,
+                outstanding=engine.outstanding,
+                slowness=round(slowness, 2),
+                relieved=engine.relieved,
+            )
+            for engine, own, slowness in zip(self._engines, seen, self._slowness, strict=True)
+        ]
         return status
 
     async def lost(self) -> EngineLost:
@@ -343,6 +460,9 @@ class Router:
         return all(await asyncio.gather(*(engine.lives.drain(timeout) for engine in self._engines)))
 
     async def close(self) -> None:
+        if self._relieving is not None:
+            self._relieving.cancel()
+            await asyncio.gather(self._relieving, return_exceptions=True)
         await asyncio.gather(*(engine.lives.close() for engine in self._engines))
         self._wake()
 
@@ -352,19 +472,28 @@ _BEST_FIRST = ("ready", "recovering", "loading", "draining", "failed")
 
 def _merge(statuses: list[EngineStatus]) -> EngineStatus:
     best = min(statuses, key=lambda status: _BEST_FIRST.index(status.state))
+    failures: dict[str, int] = {}
+    for number, status in enumerate(statuses):
+        failures = added(failures, status.failures)
+        status.recoveries = [msgspec.structs.replace(each, engine=number) for each in status.recoveries]
+        if status.recovery is not None:
+            status.recovery = msgspec.structs.replace(status.recovery, engine=number)
+    ranks = max(len(status.workers) for status in statuses)
+    workers = [
+        msgspec.structs.replace(worker, rank=number * ranks + worker.rank)
+        for number, status in enumerate(statuses)
+        for worker in status.workers
+    ]
     recoveries: list[Recovery] = sorted(
         (recovery for status in statuses for recovery in status.recoveries), key=lambda recovery: recovery.since
     )
-    failures: dict[str, int] = {}
-    for status in statuses:
-        failures = added(failures, status.failures)
     return EngineStatus(
         state=best.state,
-        epoch=max(status.epoch for status in statuses),
+        epoch=sum(status.epoch for status in statuses),
         cause=next((status.cause for status in statuses if status.cause), None),
         since=best.since,
         heartbeat=max(status.heartbeat for status in statuses),
-        workers=[worker for status in statuses for worker in status.workers],
+        workers=workers,
         recovery=next((status.recovery for status in statuses if status.recovery is not None), None),
         recoveries=recoveries[-KEPT:],
         failures=failures,

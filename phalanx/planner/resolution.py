@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from phalanx import env
 from phalanx.config import EngineConfig, ParallelConfig, resolve
 from phalanx.distributed.mesh import Mesh
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, NotEnoughMemory
 from phalanx.models.registry import read_spec
 from phalanx.models.spec import DecoderSpec
 from phalanx.planner import report, search
@@ -38,19 +38,40 @@ class _Facts:
 
 
 def with_layout(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
-    """`config` (resolved) with its splits written out; with several declared devices and no sizes, also the sizes.
+    """`config` (resolved) with its splits written out; with several declared devices and no sizes, also the sizes; of
+    replicas also the size of the KV cache, since none can see what the others will take.
 
     Raises ConfigError when the model cannot be split like that, NotEnoughMemory when it does not fit several ranks
     whose devices are known (a single rank says so itself).
     """
     parallel, devices = config.parallel, _declared(config)
-    if parallel.world_size == 1 and len(devices) < 2:
+    replicas = parallel.data_parallel_size
+    if parallel.world_size == 1 and len(devices) < 2 and replicas == 1:
         return config
     known = devices or _of_this_machine(config)
     plan, _ = _decide(config, spec, known or (Device("-", config.model.device, _UNKNOWN),) * parallel.world_size)
-    if known and plan.budget.layout.world_size > 1:
-        report.check_fits(plan, known)
-    return dataclasses.replace(config, parallel=_written_out(parallel, plan))
+    if known and (plan.budget.layout.world_size > 1 or replicas > 1):
+        _check_fits(plan, known, replicas)
+    cache = config.cache
+    if known and replicas > 1:
+        each = max(plan.budget.kv_bytes(rank) for rank in plan.budget.ranks)
+        cache = dataclasses.replace(cache, kv_cache_memory_bytes=each)
+    return dataclasses.replace(config, cache=cache, parallel=_written_out(parallel, plan))
+
+
+def _check_fits(plan: Plan, devices: tuple[Device, ...], replicas: int) -> None:
+    """Raises NotEnoughMemory."""
+    try:
+        report.check_fits(plan, devices)
+    except NotEnoughMemory as error:
+        if replicas == 1:
+            raise
+        fix = f"Use fewer replicas than {replicas}, or: {error.fix}" if error.fix else "Use fewer replicas."
+        raise NotEnoughMemory(
+            f"Each of {replicas} replicas has 1/{replicas} of this machine's memory, and that is not enough. "
+            f"{error.message}",
+            fix=fix,
+        ) from None
 
 
 def dry_run(config: EngineConfig, name: str, model_config: dict[str, object]) -> list[str]:
@@ -70,7 +91,7 @@ def dry_run(config: EngineConfig, name: str, model_config: dict[str, object]) ->
             "What devices the ranks would have is not known.", fix="Describe them: --declare-device name=a10,memory=24G"
         )
     plan, others = _decide(config, spec, known)
-    report.check_fits(plan, known)
+    _check_fits(plan, known, config.parallel.data_parallel_size)
     return report.plan_lines(name, plan, others[:_SHOWN], unused=len(known) - len(plan.devices))
 
 
@@ -109,12 +130,14 @@ def _declared(config: EngineConfig) -> tuple[Device, ...]:
 
 
 def _of_this_machine(config: EngineConfig) -> tuple[Device, ...]:
-    """One device a rank; none where they are elsewhere, or the GPUs cannot be asked."""
+    """One device for each rank of a replica; none where they are elsewhere, or the GPUs cannot be asked."""
     parallel = config.parallel
     if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
         return ()
-    ranks, kind = parallel.world_size, config.model.device
-    return of_this_machine(kind, ranks, host_memory(), node=platform.node(), gpus=env.visible_gpus()) or ()
+    ranks, kind, replicas = parallel.world_size, config.model.device, parallel.data_parallel_size
+    host = host_memory()
+    host = Memory(host.total // replicas, host.available // replicas)
+    return of_this_machine(kind, ranks, host, node=platform.node(), gpus=env.visible_gpus()) or ()
 
 
 def _written_out(parallel: ParallelConfig, plan: Plan) -> ParallelConfig:

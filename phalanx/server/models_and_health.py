@@ -106,6 +106,7 @@ async def status(state: ServerState, request: Request) -> Response:
             "cause": engine.cause,
             "since": engine.since,
             "engine": {"pid": info.pid if info else None},
+            "engines": engine.engines,
             "requests": {"running": engine.running, "waiting": engine.waiting},
             "kv": {"blocks": engine.blocks, "free": engine.free_blocks},
             "hang_bound": engine.hang_bound,

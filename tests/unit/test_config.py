@@ -140,7 +140,14 @@ def test_resolving_leaves_nothing_automatic_and_the_original_alone():
     [
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is 0"),
         ({"pipeline_parallel_size": 0}, "--pipeline-parallel-size is 0"),
-        ({"data_parallel_size": 3}, "--data-parallel-size"),
+        ({"data_parallel_size": 0}, "--data-parallel-size is 0"),
+        ({"data_parallel_size": 1000}, "at most 64 replicas"),
+        ({"data_parallel_size": 2, "distributed_executor_backend": "ray"}, "not on Ray"),
+        ({"data_parallel_size": 2, "device": "cuda"}, "replicas run on CPUs"),
+        (
+            {"data_parallel_size": 2, "tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"},
+            "not on several nodes",
+        ),
         ({"context_parallel_size": 2}, "--context-parallel-size"),
         ({"distributed_executor_backend": "inprocess", "tensor_parallel_size": 2}, "Use mp"),
         ({"block_size": 0}, "--block-size is 0"),

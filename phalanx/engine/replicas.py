@@ -1,0 +1,88 @@
+"""`Replicas`: the engine processes behind one front end, and another in the place of one that is lost.
+
+They share this machine: each has cores of its own (none is pinned where a control group's quota counts cores, or when
+there are more replicas than cores), and as many threads. The front end is not pinned. What each may have of the memory
+is decided with the rest of the configuration (`planner.resolution`). Does not send requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable
+from functools import partial
+
+from phalanx.config import EngineConfig, ParallelConfig
+from phalanx.engine.replica import Replica
+from phalanx.executor.base import LoadProgress
+
+
+class Replicas:
+    """`config` need not be resolved, but must have passed `config.check_replicas`."""
+
+    def __init__(
+        self, config: ParallelConfig, *, progress: LoadProgress | None = None, door: socket.socket | None = None
+    ):
+        self._ranks = config.forks_ranks
+        self._door = door
+        self._places = _places(config.data_parallel_size)
+        self._lives = [itertools.count(2) for _ in self._places]
+        self._prepared: tuple[EngineConfig, str] | None = None
+        shared = SharedProgress(progress, len(self._places)) if progress is not None else None
+        self.first = [self._new(n, None if shared is None else partial(shared, n)) for n in range(len(self._places))]
+        """Those that begin; `spawn` and `configure` are for them."""
+
+    def _new(self, number: int, progress: LoadProgress | None = None, life: int = 1) -> Replica:
+        cores, threads = self._places[number]
+        return Replica(progress=progress, life=life, door=self._door, cores=cores, threads=threads)
+
+    def spawn(self) -> None:
+        """Start the processes."""
+        for replica in self.first:
+            replica.spawn(ranks=self._ranks)
+
+    def configure(self, config: EngineConfig, name: str) -> None:
+        """As `Replica.configure`."""
+        self._prepared = (config, name)
+        for replica in self.first:
+            replica.configure(config, name)
+
+    @property
+    def makers(self) -> list[Callable[[], Replica]]:
+        """For each, what gives another one in its place, started but not loaded."""
+        return [partial(self._another, number) for number in range(len(self._places))]
+
+    def _another(self, number: int) -> Replica:
+        replica = self._new(number, life=next(self._lives[number]))
+        if self._prepared is not None:
+            replica.configure(*self._prepared)
+        replica.spawn(ranks=self._ranks)
+        return replica
+
+
+def _places(count: int) -> list[tuple[tuple[int, ...], int]]:
+    """Cores and threads of each; (), 0 leaves both to the system."""
+    if count == 1:
+        return [((), 0)]
+    from phalanx.executor.multiprocess import place_ranks
+
+    return place_ranks(count)
+
+
+class SharedProgress:
+    """One progress of several that load at the same time: the phase that not all have passed, and the mean share."""
+
+    def __init__(self, report: LoadProgress, count: int):
+        self._report = report
+        self._phases: list[str] = []
+        """In the order in which they were first seen, which is that of each."""
+        self._at = [(-1, 0.0)] * count
+
+    def __call__(self, number: int, phase: str, share: float) -> None:
+        """What one says."""
+        if phase not in self._phases:
+            self._phases.append(phase)
+        self._at[number] = (self._phases.index(phase), share)
+        last = max(0, min(position for position, _ in self._at))
+        shares = [min(1.0, max(0.0, own)) if at == last else float(at > last) for at, own in self._at]
+        self._report(self._phases[last], sum(shares) / len(shares))

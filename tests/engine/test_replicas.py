@@ -1,0 +1,165 @@
+"""Two replicas of a real model behind one front end: what each has of the machine, one killed in mid-stream, one that
+cannot start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+
+from phalanx import AsyncEngine, EngineConfig, SamplingParams
+from phalanx.engine.replica import Replica
+from phalanx.errors import ConfigError, EngineDead, NotEnoughMemory
+from phalanx.server.app import create_app
+from tests.helpers.processes import alive, descendants, until
+from tests.helpers.server import on_socket
+from tests.helpers.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def config(model: str, **options) -> EngineConfig:
+    return EngineConfig.from_options(
+        **{"model": model, "dtype": "float32", "kv_cache_memory_bytes": "8M", "data_parallel_size": 2, **options}
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(model) -> AsyncIterator[AsyncEngine]:
+    before = descendants()
+    async with AsyncEngine(config(model)) as engine:
+        yield engine
+    assert descendants() <= before
+
+
+async def tokens(engine: AsyncEngine, number: int, count: int = 200) -> list[int]:
+    params = SamplingParams(max_tokens=count, temperature=1.0, seed=number, ignore_eos=True)
+    found: list[int] = []
+    async for delta in engine.generate([3 + number, 17, 40 + number], params):
+        found += delta.outputs[0].token_ids
+    return found
+
+
+async def test_each_has_cores_of_its_own_and_the_front_end_all(engine):
+    first, second = (each.pid for each in engine.status().engines)
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("one core cannot be shared out")
+    shares = [os.sched_getaffinity(pid) for pid in (first, second)]
+    assert shares[0] | shares[1] == cores
+    assert not shares[0] & shares[1]
+    for pid, share in zip((first, second), shares, strict=True):
+        assert psutil.Process(pid).environ()["OMP_NUM_THREADS"] in {str(n) for n in range(1, len(share) + 1)}
+    assert [worker.rank for worker in engine.status().workers] == [0, 1]
+    assert engine.info.mesh["dp"] == 2
+
+
+async def test_one_killed_in_mid_stream(engine):
+    """Its requests go on at the other one at once; tokens are equal; later both serve again."""
+    expected = await asyncio.gather(*(tokens(engine, n) for n in range(8)))
+    pids = [each.pid for each in engine.status().engines]
+    made = engine.status().computed_tokens
+    running = [asyncio.create_task(tokens(engine, n)) for n in range(8)]
+    await until(lambda: engine.status().computed_tokens >= made + 200)
+    at_work = [each.outstanding for each in engine.status().engines]
+    assert all(at_work)
+    os.kill(pids[1], signal.SIGKILL)
+    await until(lambda: engine.status().epoch == 1)
+    states = set()
+    while not all(task.done() for task in running):
+        states.add(engine.status().state)
+        await asyncio.sleep(0.01)
+    assert await asyncio.gather(*running) == expected
+    assert states == {"ready"}  # one that can serve is enough
+    await until(lambda: [each.state for each in engine.status().engines] == ["ready", "ready"])
+    after = [each.pid for each in engine.status().engines]
+    assert (after[0] == pids[0], after[1] != pids[1], alive(pids[1])) == (True, True, False)
+    (recovery,) = engine.status().recoveries
+    assert (recovery.engine, recovery.rank) == (1, -1)
+    assert recovery.kind in ("killed", "out_of_memory")  # the kernel may have ended somebody else just then
+    again = [asyncio.create_task(tokens(engine, n)) for n in range(8)]
+    await until(lambda: all(each.running for each in engine.status().engines))
+    assert await asyncio.gather(*again) == expected
+
+
+async def test_health_and_status_over_http(engine):
+    async with on_socket(create_app(engine, engine.config)) as port, httpx.AsyncClient() as client:
+        base = f"http://127.0.0.1:{port}"
+        status = (await client.get(f"{base}/status")).json()
+        assert [each["state"] for each in status["engines"]] == ["ready", "ready"]
+        assert status["engine"]["pid"] == status["engines"][0]["pid"]
+        assert status["kv"]["blocks"] == 2 * engine.info.blocks
+        os.kill(status["engines"][0]["pid"], signal.SIGKILL)
+        await until(lambda: engine.status().engines[0].state != "ready")
+        assert (await client.get(f"{base}/health/ready")).status_code == 200
+        status = (await client.get(f"{base}/status")).json()
+        assert [each["state"] for each in status["engines"]] == ["recovering", "ready"]
+        os.kill(status["engines"][1]["pid"], signal.SIGKILL)
+        await until(lambda: engine.status().state == "recovering")
+        answer = await client.get(f"{base}/health/ready")
+        assert (answer.status_code, answer.json()["status"]) == (503, "recovering")
+        await until(lambda: [each.state for each in engine.status().engines] == ["ready", "ready"])
+        assert (await client.get(f"{base}/health/ready")).status_code == 200
+        metrics = (await client.get(f"{base}/metrics")).text
+        assert f'phalanx:kv_cache_blocks{{model_name="{engine.info.model}"}} {2.0 * engine.info.blocks}' in metrics
+
+
+async def test_one_that_dies_at_start_fails_the_start(model, monkeypatch):
+    before, spawn, born = descendants(), Replica.spawn, []
+
+    def doomed(self, **options) -> None:
+        spawn(self, **options)
+        born.append(self)
+        if len(born) == 2:
+            os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Replica, "spawn", doomed)
+    engine = AsyncEngine(config(model))
+    with pytest.raises(EngineDead, match="while loading the model: it was killed by SIGKILL"):
+        await engine.start()
+    assert len(born) == 2
+    assert descendants() <= before
+
+
+async def test_memory_is_shared_out_before_anything_loads(model):
+    """More than a replica's part is refused in words; what is decided by itself is a part for each."""
+    from phalanx.checkpoint.locate import locate
+    from phalanx.engine.resolution import resolved
+    from phalanx.worker.limits import host_memory
+
+    free, before = host_memory().available, descendants()
+    engine = AsyncEngine(config(model, kv_cache_memory_bytes=int(0.7 * free)))
+    with pytest.raises(NotEnoughMemory, match="Each of 2 replicas has 1/2 of this machine's memory"):
+        await engine.start()
+    assert descendants() <= before
+    options = {"kv_cache_memory_bytes": None, "max_num_seqs": 60_000}
+    one = resolved(config(model, **options, data_parallel_size=1), locate(model))
+    two = resolved(config(model, **options), locate(model))
+    assert one.cache.kv_cache_memory_bytes is None
+    assert 0 < two.cache.kv_cache_memory_bytes <= 0.25 * free / 2 * 1.1
+
+
+@pytest.mark.parametrize("size", [0, 65, 10**9])
+async def test_numbers_that_cannot_be_start_nothing(model, size):
+    before = descendants()
+    with pytest.raises(ConfigError, match="--data-parallel-size"):
+        await AsyncEngine(config(model, data_parallel_size=size)).start()
+    assert descendants() <= before
+
+
+async def test_replicas_of_two_tensor_ranks(model):
+    async with AsyncEngine(config(model, tensor_parallel_size=2)) as engine:
+        assert [worker.rank for worker in engine.status().workers] == [0, 1, 2, 3]
+        found = await asyncio.gather(*(tokens(engine, n, 20) for n in range(4)))
+        assert [len(each) for each in found] == [20] * 4
