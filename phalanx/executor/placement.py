@@ -202,22 +202,25 @@ def refusal(
     """What is asked, what exists, what is taken by whom, and what to do, as one error. `within` is where the ranks
     were to go: "the Ray cluster", or a placement group."""
     ranks = mesh.world_size
+    asked = f"{ranks} × {demand}, strategy {strategy}"
+    why = f"{within} has no place for {ranks} rank{'s' if ranks > 1 else ''}: {why}"
+    return ConfigError(f"{why}. {shortage(asked, demand, sites, takers)}", fix=_remedy(mesh, demand, sites, strategy))
+
+
+def shortage(asked: str, demand: Demand, sites: Sequence[Site], takers: Sequence[Taker]) -> str:
+    """What is asked, what exists, what is taken by whom."""
     names = {site.node: f"{site.name} ({site.node[:8]})" for site in sites}
     exists = "; ".join(_describe(site, demand) for site in sites) or "nothing"
     held = "; ".join(
-        f"{taker.who} holds {amounts(taker.resources)} on {names.get(taker.node, 'a node that is gone')}"
+        f"{taker.who} holds {amounts(dict(sorted(taker.resources.items())))} on {names.get(taker.node, 'a node that is gone')}"
         for taker in takers
     )
-    message = (
-        f"{within} has no place for {ranks} rank{'s' if ranks > 1 else ''}: {why}. Asked: {ranks} × {demand}, "
-        f"strategy {strategy}. There is: {exists}. Taken: {held or 'nothing that Ray knows of'}."
-    )
-    return ConfigError(message, fix=_remedy(mesh, demand, sites, strategy))
+    return f"Asked: {asked}. There is: {exists}. Taken: {held or 'nothing that Ray knows of'}."
 
 
 def _describe(site: Site, demand: Demand) -> str:
     parts = [
-        f"{name} {_number(site.free.get(name, 0.0))} of {_number(site.total.get(name, 0.0))} free"
+        f"{name} {_number(name, site.free.get(name, 0.0))} of {_number(name, site.total.get(name, 0.0))} free"
         for name in demand.resources
     ]
     parts += [
@@ -247,8 +250,10 @@ def _remedy(mesh: Mesh, demand: Demand, sites: Sequence[Site], strategy: str) ->
 
 def amounts(resources: Mapping[str, float]) -> str:
     """Such as "CPU 1, fast 0.5"."""
-    return ", ".join(f"{name} {_number(amount)}" for name, amount in resources.items()) or "nothing"
+    return ", ".join(f"{name} {_number(name, amount)}" for name, amount in resources.items()) or "nothing"
 
 
-def _number(amount: float) -> str:
+def _number(name: str, amount: float) -> str:
+    if name.endswith("memory") and amount >= 1e6:
+        return f"{amount / 1e9:.4g} GB"
     return f"{round(amount, 4):.10g}"

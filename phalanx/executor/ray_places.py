@@ -99,7 +99,9 @@ class RayPlaces:
         if self._session is not None:
             return
         ranks, resources = self._mesh.world_size, self._demand.resources
-        self._session = RaySession(cpus=ranks * resources.get("CPU", 0), gpus=ranks * resources.get("GPU", 0))
+        self._session = RaySession(
+            cpus=max(os.cpu_count() or 1, ranks * resources.get("CPU", 0)), gpus=ranks * resources.get("GPU", 0)
+        )
         try:
             self._reserve(self.view)
         except BaseException:

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -34,6 +34,9 @@ _OBJECT_STORE_BYTES = 80_000_000
 """About the least that Ray allows; nothing of ours is put there."""
 
 _SHORT = "/tmp"  # noqa: S108 (mkdtemp makes the folder in it)
+
+_LONGEST_FOLDER = 30
+"""Ray and we add 77 characters."""
 
 _PROBE_S = 3.0
 _REAP_S = 6.0
@@ -54,7 +57,8 @@ def import_ray() -> ModuleType:
         import ray
     except ImportError:
         raise ConfigError(
-            "--distributed-executor-backend is ray, but Ray is not installed.", fix="pip install 'phalanx[ray]'"
+            "This runs on Ray (--distributed-executor-backend ray), but Ray is not installed.",
+            fix="pip install 'phalanx[ray]'",
         ) from None
     major, minor = (int(part) for part in ray.__version__.split(".")[:2])
     if (major, minor) < (2, 59):
@@ -65,9 +69,18 @@ def import_ray() -> ModuleType:
 
 
 class RaySession:
-    """Connected when made. `cpus` and `gpus` are what a cluster that has to be started shall offer at least."""
+    """Connected when made. `cpus`, `gpus` (0: those of the machine) and `resources` are what a cluster that has to be
+    started shall offer, `folder` is where it keeps its files. `address` goes before RAY_ADDRESS."""
 
-    def __init__(self, *, cpus: float, gpus: float):
+    def __init__(
+        self,
+        *,
+        cpus: float,
+        gpus: float,
+        resources: Mapping[str, float] | None = None,
+        folder: str | None = None,
+        address: str | None = None,
+    ):
         """Raises ConfigError."""
         self.ray = import_ray()
         self.joined = False
@@ -76,19 +89,18 @@ class RaySession:
         self._reaper: subprocess.Popen[bytes] | None = None
         if self.ray.is_initialized():
             return
-        address = _address()
+        found = _address(address)
         with quietly():
-            if address is None:
-                self._start(cpus, gpus)
+            if found is None:
+                self._start(cpus, gpus, dict(resources or {}), folder)
             else:
-                _join(self.ray, address)
+                _join(self.ray, found)
         self.joined = True
-        if address is not None:
-            _warn_of_open_cluster(address)
+        if found is not None:
+            _warn_of_open_cluster(found)
 
-    def _start(self, cpus: float, gpus: float) -> None:
-        # Short, because sockets lie below and their paths may have 107 characters.
-        folder = tempfile.mkdtemp(prefix="phalanx-ray-", dir=_SHORT if os.path.isdir(_SHORT) else None)
+    def _start(self, cpus: float, gpus: float, resources: dict[str, float], where: str | None) -> None:
+        folder = _new_folder(where)
         mark = secrets.token_hex(16)
         command = [sys.executable, "-P", "-m", "phalanx.executor.ray_reaper", mark, folder]
         self._reaper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
@@ -97,7 +109,8 @@ class RaySession:
             with env.changed(**LOCAL_SETTINGS, **{MARK: mark}), loopback():
                 self.ray.init(
                     address="local",
-                    num_cpus=max(os.cpu_count() or 1, math.ceil(cpus)),
+                    num_cpus=math.ceil(cpus) or os.cpu_count() or 1,
+                    resources=resources,
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     log_to_driver=False,
@@ -130,20 +143,38 @@ class RaySession:
                 reaper.wait(_REAP_S)
 
 
-def _address() -> str | None:
-    """Of the running cluster that this machine belongs to; None when there is none. Raises ConfigError."""
-    wanted = env.ray_address()
+def _new_folder(where: str | None) -> str:
+    """Short, because sockets lie below and their paths may have 107 characters. Raises ConfigError."""
+    if where is None:
+        return tempfile.mkdtemp(prefix="phalanx-ray-", dir=_SHORT if os.path.isdir(_SHORT) else None)
+    if len(os.fsencode(os.path.abspath(where))) > _LONGEST_FOLDER:
+        raise ConfigError(
+            f"The folder for Ray's files, {where}, has a path of more than {_LONGEST_FOLDER} characters: sockets below "
+            "it could not be made.",
+            fix="Choose a shorter one.",
+        )
+    try:
+        os.makedirs(where, exist_ok=True)
+        return tempfile.mkdtemp(prefix="ray-", dir=os.path.abspath(where))
+    except OSError as error:
+        raise ConfigError(f"The folder for Ray's files, {where}, cannot be used: {error.strerror or error}.") from None
+
+
+def _address(asked: str | None = None) -> str | None:
+    """Of the running cluster that is `asked` for, or that this machine belongs to; None when there is none. Raises
+    ConfigError."""
+    who, wanted = ("The address", asked) if asked not in (None, "auto") else ("RAY_ADDRESS", env.ray_address())
     if wanted == "local":
         return None
     if wanted not in (None, "auto"):
         if "://" in wanted:
             raise ConfigError(
-                f"RAY_ADDRESS is {wanted}: ranks cannot be started through a Ray client.",
-                fix="Run on a node of the cluster, with RAY_ADDRESS set to the head's address and port (host:6379).",
+                f"{who} is {wanted}: ranks cannot be started through a Ray client.",
+                fix=f"Run on a node of the cluster, with {who} set to the head's address and port (host:6379).",
             )
         if not _answers(wanted):
             raise ConfigError(
-                f"RAY_ADDRESS is {wanted}, where nothing answers.",
+                f"{who} is {wanted}, where nothing answers.",
                 fix="Start the cluster (`ray start --head`), correct the address, or unset it to use a local cluster.",
             )
         return wanted
