@@ -113,6 +113,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     executor: str
     mesh: dict[str, int]
     load_s: float
+    weights: str = ""
+    """Of the model's files (`checkpoint.fingerprint`)."""
 
 
 class Recovery(msgspec.Struct, frozen=True):

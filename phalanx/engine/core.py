@@ -89,10 +89,10 @@ def open_engine(
     except BaseException:
         executor.close()
         raise
-    return engine, _info(config, name, layout, load_s)
+    return engine, _info(config, name, layout, load_s, executor.check_health()[0].weights)
 
 
-def _info(config: EngineConfig, name: str, layout: CacheLayout, load_s: float) -> EngineInfo:
+def _info(config: EngineConfig, name: str, layout: CacheLayout, load_s: float, weights: str) -> EngineInfo:
     parallel = config.parallel
     return EngineInfo(
         model=name,
@@ -112,6 +112,7 @@ def _info(config: EngineConfig, name: str, layout: CacheLayout, load_s: float) -
             "tp": parallel.tensor_parallel_size,
         },
         load_s=load_s,
+        weights=weights,
     )
 
 

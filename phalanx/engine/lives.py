@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
+from phalanx.checkpoint.fingerprint import changed
 from phalanx.config import RecoveryConfig
 from phalanx.engine.client import EngineClient, EngineInfo, EngineLost, EngineRequest, EngineStatus, Recovery
 from phalanx.engine.recovery import KEPT, Recoveries
@@ -84,6 +85,8 @@ class Lives:
         self._tell_lost, self._at_work, self._changed, self._renewed = lost, at_work, changed, renewed
         self._account = Recoveries(config)
         self._down = False
+        self._weights = ""
+        """What the first life has read."""
         self._start_s = 0.0
         """What a start took."""
         self._base = EngineStatus(state="ready")
@@ -97,6 +100,7 @@ class Lives:
     async def start(self) -> EngineInfo:
         """The first life. Raises UserError, EngineDead."""
         info = await self._timed_start(self.client, None)
+        self._weights = info.weights
         self._account = Recoveries(self._config, self._start_s)
         self._keep(self._watch())
         return info
@@ -155,6 +159,8 @@ class Lives:
             client = self._make()
             try:
                 info = await self._timed_start(client, self._left())
+                if info.weights != self._weights:
+                    raise changed(f"{info.model} on {platform.node()}")
             except PhalanxError as error:
                 await client.close()
                 failure = error

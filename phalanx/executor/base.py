@@ -50,6 +50,8 @@ class WorkerStatus(msgspec.Struct):
     """Seconds that a step with one token took here in the warm-up, without waiting for other stages."""
     environment: dict[str, str] = {}
     """The variables that decide how it computes, as they are there (`phalanx.env.computing`)."""
+    weights: str = ""
+    """Of the files that it has read (`checkpoint.fingerprint`)."""
 
 
 class WorkerDied(PhalanxError):

@@ -36,7 +36,7 @@ from phalanx.executor.blame import failure
 from phalanx.executor.deadlines import Awaited, Bounds, Verdict, Vigil, asks_every, join_bound
 from phalanx.executor.death import kind_of
 from phalanx.executor.launcher import Launcher, Layout
-from phalanx.executor.members import Member, Watch, check_versions, shared_progress
+from phalanx.executor.members import Member, Watch, check_versions, check_weights, shared_progress
 from phalanx.executor.messages import (
     RESULT,
     AbortEpoch,
@@ -118,6 +118,8 @@ class HubExecutor:
         self._longest = 0
         """Tokens of the longest request for which there must be room; 0 is --max-model-len."""
         self._looked, self._wants = 0.0, ""
+        self._weights = ""
+        """What the ranks have read (`checkpoint.fingerprint`)."""
 
     # -- the executor's five methods
 
@@ -128,7 +130,7 @@ class HubExecutor:
         # What ranks need no knowledge of does not travel.
         parallel = dataclasses.replace(config.parallel, transport_key=None)
         self._config, self._progress = dataclasses.replace(config, parallel=parallel), progress
-        self._layout, self._longest = self._whole, 0
+        self._layout, self._longest, self._weights = self._whole, 0, ""
         self._vigil = Vigil(Bounds(config.recovery.hang_timeout))
         self._members = [Member(rank) for rank in range(self._layout.mesh.world_size)]
         if self._choose is not None:
@@ -250,6 +252,8 @@ class HubExecutor:
         self._order(Measure(), Measured, "measure its memory")
         blocks = min(self._most_blocks, *(m.measured.blocks for m in self._members if m.measured is not None))
         self._order(Allocate(blocks), Ready, "allocate its cache")
+        with self._changed:
+            self._weights = check_weights(self._members, self._weights)
         self._blocks = blocks
         if self._seating is not None:
             statuses = [m.ready.status for m in self._members if m.ready is not None]

@@ -23,10 +23,11 @@ from typing import Protocol
 
 import msgspec
 
+from phalanx.checkpoint.fingerprint import changed
 from phalanx.distributed.address import Address, node_id
 from phalanx.distributed.transports.abort import Abort, GroupBroken, Unreachable
 from phalanx.distributed.transports.secure_stream import SecureStream, Steps
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.executor.base import WorkerStatus
 from phalanx.executor.messages import (
     LIMIT,
@@ -39,6 +40,7 @@ from phalanx.executor.messages import (
     ToRank,
     decode_from_rank,
     encode,
+    failed,
 )
 
 log = logging.getLogger(__name__)
@@ -161,6 +163,28 @@ def check_versions(joins: Sequence[Join]) -> None:
                     f"Nodes differ: {what} is {wanted} on {first.host} and {version} on {other.host}.",
                     fix=f"Install the same {what} on all nodes.",
                 )
+
+
+def check_weights(members: Sequence[Member], first: str) -> str:
+    """The fingerprint of what all ranks have read, which is `first` if that is known. A rank that has read something
+    else is lost. Raises CheckpointError."""
+    ready = [(m, m.ready.status) for m in members if m.ready is not None]
+    wanted = first or ready[0][1].weights
+    others = [(m, status) for m, status in ready if status.weights != wanted]
+    if not others:
+        return wanted
+    where, here = others[0][1].node, ready[0][1].node
+    error = changed(f"the model on {where}")
+    if not first:
+        error = CheckpointError(
+            f"Nodes differ: the model's weights are not the same on {here} and {where}.",
+            fix="Copy the model from one node to the other again.",
+        )
+    for member, _ in others:
+        member.lost, member.why, member.failure = True, "it has read other weights", failed(member.begun, error)
+        if member.stream is not None:
+            member.stream.shut()
+    raise error
 
 
 def shared_progress(members: Sequence[Member], phase: str) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import signal
@@ -27,8 +28,12 @@ from phalanx.executor.seating import Choose
 from phalanx.executor.supervisor import Awake, Ended, Kill, Launch, Started, decode_from_supervisor, receive, send
 from phalanx.worker.limits import usable_cores
 
+log = logging.getLogger(__name__)
+
 _END_S = 5.0
 """Seconds for a killed process to be gone, and for the supervisor to end by itself."""
+_START_S = 10.0
+"""Seconds for a supervisor that is awake to start a process, which takes it milliseconds."""
 
 
 def start_supervisor(*, zygote: bool = True) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -57,6 +62,8 @@ def start_supervisor(*, zygote: bool = True) -> tuple[subprocess.Popen[bytes], s
 class _Process:
     pid: int = 0
     cause: str | None = None
+    due: float = 0.0
+    """When its supervisor must have started it, or hangs."""
 
 
 class SupervisorProcess:
@@ -91,7 +98,7 @@ class SupervisorProcess:
         cause of death."""
         self.start()
         with self._heard:
-            self._ranks |= {start.rank: _Process() for start in starts}
+            self._ranks |= {start.rank: _Process(due=time.monotonic() + _START_S) for start in starts}
         self._tell(Launch(starts, self._zygote if fork is None else fork))
 
     def kill(self, rank: int) -> None:
@@ -100,16 +107,26 @@ class SupervisorProcess:
             process = self._ranks.get(rank)
         if process is not None and process.cause is None:
             self._tell(Kill(rank))
-            if self.cause(rank, _END_S) is None and process.pid:
-                with contextlib.suppress(ProcessLookupError):  # not reaped yet, so the number is still its own
-                    os.kill(process.pid, signal.SIGKILL)
+            if self.cause(rank, _END_S) is None:
+                if process.pid:
+                    with contextlib.suppress(ProcessLookupError):  # not reaped yet, so the number is still its own
+                        os.kill(process.pid, signal.SIGKILL)
+                elif self._process is not None:  # told to start it and to end it, it has done neither
+                    self._process.kill()
+                    self.cause(rank, _END_S)
 
     def cause(self, rank: int, wait: float = 0.0) -> str | None:
-        """What it died of; None when it is not known to be dead. Waits up to `wait` seconds to get to know it."""
+        """What it died of; None when it is not known to be dead. Waits up to `wait` seconds to get to know it. A
+        supervisor that has not started it in time is ended, with all its ranks."""
         with self._heard:
             process = self._ranks.get(rank)
             if process is None:
                 return None
+            late = not process.pid and process.cause is None and time.monotonic() > process.due
+            if late and self._awake and self._process is not None:
+                log.warning("The process that starts ranks does not respond; it is replaced.")
+                self._awake = False
+                self._process.kill()
             self._heard.wait_for(lambda: process.cause is not None, wait)
             return process.cause
 
@@ -171,6 +188,8 @@ class SupervisorProcess:
         with self._heard:
             if isinstance(message, Awake):
                 self._awake = True
+                for process in self._ranks.values():
+                    process.due = time.monotonic() + _START_S
                 self._heard.notify_all()
                 return
             process = self._ranks.setdefault(message.rank, _Process())

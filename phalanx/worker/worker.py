@@ -17,6 +17,7 @@ import torch
 
 from phalanx import env
 from phalanx.attention import registry as attention_registry
+from phalanx.checkpoint.fingerprint import fingerprint
 from phalanx.checkpoint.locate import Checkpoint, locate
 from phalanx.config import EngineConfig
 from phalanx.distributed.collectives import Groups
@@ -92,6 +93,7 @@ class Worker:
         """What decided the size of the KV cache."""
         self.attention_reason = ""
         """Which attention backend runs, and why."""
+        self._fingerprint = ""
         self._weights = 0
         self._activations = 0
         self._kv_room = 0
@@ -134,6 +136,7 @@ class Worker:
         model = self.config.model
         attention = attention_registry.choose(self.device.type)
         self.attention_reason = f"{attention.backend.name}: {attention.reason}"
+        self._fingerprint = fingerprint(self.checkpoint)
         self._decoder = load_decoder(
             self.checkpoint,
             self.spec,
@@ -242,6 +245,7 @@ class Worker:
             },
             step_s=self._step_s,
             environment=env.computing(),
+            weights=self._fingerprint,
         )
 
     def close(self) -> None:
