@@ -352,9 +352,10 @@ def main(argv: list[str] | None = None) -> int:
     if options.door is not None:
         os.set_inheritable(options.door, False)
         door = socket.socket(fileno=options.door)
-    supervisor = _prepare(ranks=options.ranks, elsewhere=door is not None)
     try:
-        start = _first_message(channel)
+        with Heartbeat(channel):
+            supervisor = _prepare(ranks=options.ranks, elsewhere=door is not None)
+            start = _first_message(channel)
         if start is None:
             return 0
         configure(start.config.server.log_level, start.config.server.log_format, tag="engine")

@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 _GRACE = 1.0
 """Seconds that the process has to end itself in `close`."""
+_FIRST_WORD_S = 45.0
+"""A process beats before it imports anything large."""
 _LOADING_SILENCE_S = 15.0
 """While the model loads native code may hold the interpreter for longer, and with it the thread that beats."""
 _COUNT_S = 2.0
@@ -202,13 +204,13 @@ class Replica:
         return started.info
 
     async def _loaded(self) -> Started:
-        patience = None
+        patience = _FIRST_WORD_S
         while True:
             try:
                 async with asyncio.timeout(patience):
                     message = await self._receive()
             except TimeoutError:
-                self._hung = f"it has not answered for {patience or 0:.0f} s"
+                self._hung = f"it has not answered for {patience:.0f} s"
                 raise await self._death(None, "while loading the model") from None
             except (EOFError, OSError, BrokenFrame) as error:
                 raise await self._death(error, "while loading the model") from None
