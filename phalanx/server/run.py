@@ -2,8 +2,9 @@
 
 The port is taken first, so that a wrong one is noticed before a model is loaded; HTTP answers while the model loads.
 SIGTERM drains: readiness and new requests get 503, running ones may finish for `shutdown_timeout` seconds, the rest get
-an error, and the exit code is 0. SIGINT (Ctrl-C) ends running requests at once. A second signal ends the process on
-the spot. When the engine is lost and nothing helps, requests end with an error and the exit code is 1.
+an error, and the exit code is 0. SIGINT (Ctrl-C) ends running requests at once. A second signal ends the process as
+soon as running requests have their error, a third on the spot. When the engine is lost and nothing helps, requests end
+with an error and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ KEEP_ALIVE_S = 30
 
 LAST_WORDS_S = 1.0
 """For the error frames of requests that shutdown ends, and then for connections to close."""
+
+FLUSH_S = 0.05
+"""For what has been said to reach the kernel."""
 
 DRAIN_REPORT_S = 5.0
 
@@ -176,21 +180,30 @@ class _HttpServer(uvicorn.Server):
 
 
 class _Stop:
-    """The first signal, as an event; the second one ends the process."""
+    """The first signal, as an event; the second one ends the process, after a moment for last words."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.asked = asyncio.Event()
         self.signal: signal.Signals | None = None
+        self.second: signal.Signals | None = None
+        self._loop = loop
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._received, number)
 
     def _received(self, number: signal.Signals) -> None:
-        if self.signal is not None:
-            # The engine process ends when it loses us.
+        if self.signal is None:
+            self.signal = number
+            self.asked.set()
+        elif self.second is None:
             print(f"Second {number.name}: ended at once.", file=sys.stderr, flush=True)
-            os._exit(128 + number)
-        self.signal = number
-        self.asked.set()
+            self.second = number
+            self._loop.call_later(LAST_WORDS_S, self.exit)
+        else:
+            self.exit()
+
+    def exit(self) -> None:
+        """On the spot. The engine process ends when it loses us."""
+        os._exit(128 + (self.second or 0))
 
 
 class _Serving:
@@ -222,7 +235,7 @@ class _Serving:
             lost = asyncio.create_task(self._lost_for_good(engine, state))
             await asyncio.wait((asked, listening, lost), return_when=asyncio.FIRST_COMPLETED)
             if not lost.done():
-                await self._drain(state, 0.0 if stop.signal == signal.SIGINT else self._config.server.shutdown_timeout)
+                await self._drain(state, stop)
             return await self._end_lost(lost.result(), state) if lost.done() else 0
         finally:
             state.draining = True
@@ -285,13 +298,14 @@ class _Serving:
         while len(state.in_flight) and loop.time() < deadline:  # noqa: ASYNC110 (once in a lifetime)
             await asyncio.sleep(0.02)
 
-    async def _drain(self, state: ServerState, seconds: float) -> None:
+    async def _drain(self, state: ServerState, stop: _Stop) -> None:
         """Let running requests finish, then end the rest with an error that their clients see."""
         state.draining = True
+        seconds = 0.0 if stop.signal == signal.SIGINT else self._config.server.shutdown_timeout
         loop = asyncio.get_running_loop()
         now = loop.time()
         deadline, report = now + seconds, now
-        while len(state.in_flight) and (now := loop.time()) < deadline:
+        while len(state.in_flight) and (now := loop.time()) < deadline and stop.second is None:
             if now >= report:
                 report = now + DRAIN_REPORT_S
                 left = f"{len(state.in_flight)} request(s) running, at most {deadline - now:.0f} s more"
@@ -301,4 +315,7 @@ class _Serving:
         if ended:
             print(f"Shutting down: {ended} request(s) ended before they were done.", file=sys.stderr, flush=True)
         await self._last_words(state)
+        if stop.second is not None:
+            await asyncio.sleep(FLUSH_S)
+            stop.exit()
         print("Stopped.", file=sys.stderr, flush=True)

@@ -272,19 +272,22 @@ def test_ctrl_c_ends_running_requests_at_once_and_a_key_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_the_process_on_the_spot(number: signal.Signals) -> None:
+def test_a_second_signal_ends_the_process_and_each_stream_with_an_error(number: signal.Signals) -> None:
     serve = Serve("--port", "0", *SMALL)
     try:
         base = serve.until(r"Ready: (http://\S+)")[1]
         children = descendants(serve.process)
         body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()  # kept: the connection ends with it
+            lines = answer.iter_lines()
             next(lines)
             serve.process.send_signal(signal.SIGTERM)
             serve.until("Shutting down: 1", 10)
             serve.process.send_signal(number)
+            rest = [line for line in lines if line]
             assert serve.ends(2) == 128 + number
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "service_unavailable"
+        assert rest[-1] == "data: [DONE]"
         assert all_gone(children)
     finally:
         serve.kill()
