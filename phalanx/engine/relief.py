@@ -21,8 +21,8 @@ BEGIN, END = 2.0, 1.3
 HOLD_S = 2.0
 WINDOW_S = 3.0
 """What is older counts little."""
-EVIDENCE_S = 1.0
-"""Seconds of streams that an engine is judged by, at least."""
+EVIDENCE_S = 0.5
+"""Seconds of waiting that an engine is judged by, at least."""
 STREAMS = 8.0
 """So many streams more make a token take twice as long as a single stream's; computers differ, but not for long."""
 FORGIVEN_S = 10.0
@@ -54,15 +54,16 @@ class Move:
 class _Pace:
     def __init__(self) -> None:
         self.waited = self.tokens = 0.0
+        """Seconds that streams waited, as if each had been alone; tokens."""
         self.slowness: float | None = None
         """Seconds a token of a single stream; None while nobody knows."""
 
     def see(self, sight: Sight, seconds: float) -> None:
         kept = math.exp(-seconds / WINDOW_S)
-        self.waited = self.waited * kept + sight.streams * seconds
+        self.waited = self.waited * kept + sight.streams * seconds / _shape(sight.streams)
         self.tokens = self.tokens * kept + sight.tokens
         if sight.streams and self.waited >= EVIDENCE_S:
-            self.slowness = self.waited / max(self.tokens, 0.5) / _shape(sight.streams)
+            self.slowness = self.waited / max(self.tokens, 0.5)
 
     def forgive(self, best: float, seconds: float) -> None:
         if self.slowness is not None:

@@ -235,8 +235,8 @@ class Router:
     # Who goes where
 
     def _choose(self, cursor: Cursor, failed: set[EngineClient], full: dict[_Engine, EngineOutput]) -> _Engine | None:
-        """Where the request goes among those engines that may take it. Those that are draining come last, then those
-        that it has left because they were slow."""
+        """Where the request goes among those engines that may take it. Those that are not ready come last, and before
+        them those that it has left because they were slow."""
         able = [
             engine
             for engine in self._engines
@@ -246,7 +246,10 @@ class Router:
             and self._admits(engine, cursor)
         ]
         if len(able) > 1:
-            able = [engine for engine in able if engine.lives.client.status().state != "draining"] or able
+            states = {engine: engine.lives.client.status().state for engine in able}
+            able = [engine for engine in able if states[engine] == "ready"] or (
+                [engine for engine in able if states[engine] != "draining"] or able
+            )
             able = [engine for engine in able if engine.number not in cursor.left] or able
         if len(able) <= 1:
             return able[0] if able else None
@@ -338,7 +341,7 @@ class Router:
             sights = []
             for engine in self._engines:
                 total = engine.made + _PROMPT_TOKEN * engine.prompts
-                usable = engine.lives.usable and engine.lives.client.status().state in ("ready", "recovering")
+                usable = engine.lives.usable and engine.lives.client.status().state == "ready"
                 sights.append(Sight(usable, len(engine.members), total - made[engine.number]))
                 made[engine.number] = total
             move = relief.look(sights, now - last)

@@ -47,7 +47,7 @@ class LeastWork:
     """No affinity."""
 
     def choose(self, request: EngineRequest, loads: Sequence[float | None]) -> int:
-        return _least(loads)
+        return min((load, number) for number, load in enumerate(loads) if load is not None)[1]
 
     def forget(self, engine: int) -> None:
         """There is nothing to forget."""
@@ -57,6 +57,8 @@ class PrefixAffinity:
     def __init__(self, *, factor: float = FACTOR, entries: int = ENTRIES):
         self._factor = factor
         self._entries = entries
+        self._last = -1
+        """Which engine was the least busy one the last time."""
         self._known: OrderedDict[int, int] = OrderedDict()
         """Hash of a beginning to the engines that have computed it, one bit each; the least recently used first."""
 
@@ -67,9 +69,16 @@ class PrefixAffinity:
         hashes = _hashes(request.prompt_token_ids, request.cache_salt)
         chosen = self._knowing(hashes, loads)
         if chosen is None:
-            chosen = _least(loads)
+            chosen = self._least(loads)
         self._remember(hashes, chosen)
         return chosen
+
+    def _least(self, loads: Sequence[float | None]) -> int:
+        """Of equal ones each in turn, so that every cache is used."""
+        count, after = len(loads), self._last + 1
+        able = ((load, (number - after) % count, number) for number, load in enumerate(loads) if load is not None)
+        self._last = min(able)[2]
+        return self._last
 
     def forget(self, engine: int) -> None:
         others = ~(1 << engine)
@@ -100,11 +109,6 @@ class PrefixAffinity:
             known.move_to_end(key)
         while len(known) > self._entries:
             known.popitem(last=False)
-
-
-def _least(loads: Sequence[float | None]) -> int:
-    """Raises ValueError when no engine can take anything."""
-    return min((load, number) for number, load in enumerate(loads) if load is not None)[1]
 
 
 def _least_of(engines: int, loads: Sequence[float | None]) -> int | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 
 import httpx
@@ -163,3 +164,53 @@ async def test_replicas_of_two_tensor_ranks(model):
         assert [worker.rank for worker in engine.status().workers] == [0, 1, 2, 3]
         found = await asyncio.gather(*(tokens(engine, n, 20) for n in range(4)))
         assert [len(each) for each in found] == [20] * 4
+
+
+@pytest.mark.slow
+async def test_a_replica_that_is_stopped_most_of_the_time_is_relieved(model):
+    """Stopped for 19 of 20 moments, never for so long that it counts as hung."""
+    from phalanx.checkpoint.locate import locate
+    from phalanx.engine.replicas import Replicas
+    from phalanx.engine.resolution import for_engine, resolved
+    from phalanx.engine.router import Router
+    from phalanx.engine.routing import LeastWork
+    from tests.helpers.engine_requests import collect, engine_request, tokens_of
+
+    checkpoint = locate(model)
+    wanted = resolved(config(model), checkpoint)
+    found, seconds, relieved = [], [], []
+    for relieve in (False, True):
+        replicas = Replicas(wanted.parallel)
+        replicas.configure(*for_engine(wanted, checkpoint))
+        router = Router(replicas.first, routing=LeastWork(), relieve=relieve)
+        await router.start()
+        pid = router.status().engines[1].pid
+
+        async def hinder(pid: int) -> None:
+            process = psutil.Process(pid)
+            try:
+                while True:
+                    process.suspend()
+                    await asyncio.sleep(0.57)
+                    process.resume()
+                    await asyncio.sleep(0.03)
+            finally:
+                process.resume()
+
+        hindering = asyncio.create_task(hinder(pid))
+        begin = time.monotonic()
+        requests = [engine_request(f"r{n}", prompt=(n, n + 1, 7), max_tokens=240, seed=n) for n in range(16)]
+        found.append(
+            [tokens_of(each) for each in await asyncio.gather(*(collect(router.generate(r)) for r in requests))]
+        )
+        seconds.append(time.monotonic() - begin)
+        hindering.cancel()
+        await asyncio.gather(hindering, return_exceptions=True)
+        relieved.append(router.status().engines[1].relieved)
+        assert not router.status().failures
+        await router.close()
+    assert found[0] == found[1]
+    assert relieved[0] == 0
+    assert relieved[1] > 0
+    print(f"{seconds[0]:.1f} s, relieved {seconds[1]:.1f} s, {relieved[1]} requests moved")
+    assert seconds[1] < 0.7 * seconds[0]

@@ -46,6 +46,7 @@ async def test_while_ready(server: EchoServer) -> None:
         "cause",
         "since",
         "engine",
+        "engines",
         "requests",
         "kv",
         "hang_bound",
@@ -56,6 +57,7 @@ async def test_while_ready(server: EchoServer) -> None:
     }
     assert status["state"] == "ready"
     assert set(status["engine"]) == {"pid"}
+    assert [each["state"] for each in status["engines"]] == []  # a single engine of its own
     assert set(status["requests"]) == {"running", "waiting"}
     assert set(status["kv"]) == {"blocks", "free"}
     assert status["mesh"] == {"dp": 1, "pp": 1, "cp": 1, "tp": 1}

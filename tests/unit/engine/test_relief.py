@@ -1,0 +1,208 @@
+"""When requests leave a slow engine: a model of engines in virtual time, and echo engines of which one is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.engine import relief as relief_module
+from phalanx.engine import router as router_module
+from phalanx.engine.client import EngineOutput
+from phalanx.engine.echo import EchoEngine
+from phalanx.engine.relief import Move, Relief, Sight
+from phalanx.engine.router import Router
+from phalanx.engine.routing import LeastWork
+from tests.helpers.engine_requests import collect, engine_request, tokens_of
+from tests.helpers.processes import until
+
+
+def watch(relief: Relief, streams: list[int], token_s: list[float], seconds: float) -> list[Move]:
+    """What it says while engine i takes `token_s[i]` over a token of each of its streams. Nobody follows."""
+    moves = []
+    for _ in range(round(seconds / 0.25)):
+        made = [count * 0.25 / each if each else 0.0 for count, each in zip(streams, token_s, strict=True)]
+        sights = [Sight(True, count, tokens) for count, tokens in zip(streams, made, strict=True)]
+        move = relief.look(sights, 0.25)
+        moves += [move] if move is not None else []
+    return moves
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.floats(0.8, 1.2)), min_size=2, max_size=5))
+def test_engines_that_are_alike_are_left_alone_whatever_the_noise(found) -> None:
+    streams = [found[0][0]] * len(found)
+    assert watch(Relief(len(found)), streams, [0.05 * noise for _, noise in found], 20) == []
+
+
+@given(st.integers(1, 60), st.floats(2.5, 50))
+def test_a_slow_one_is_relieved_after_a_while(streams, times) -> None:
+    moves = watch(Relief(3), [streams] * 3, [0.05, 0.05 * times, 0.05], 10)
+    if streams >= 4:  # with few, one more there weighs as much as the slowness here
+        assert moves
+    for move in moves:
+        assert move.source == 1
+        assert 1 <= move.count <= max(1, streams // 4)
+    assert watch(Relief(3), [streams] * 3, [0.05, 0.05 * times, 0.05], relief_module.HOLD_S - 0.5) == []
+
+
+def test_one_that_stands_still_is_relieved_too() -> None:
+    relief = Relief(2)
+    watch(relief, [4, 4], [0.05, 0.05], 5)
+    assert watch(relief, [4, 4], [0.05, 0.0], 4)[0].source == 1
+
+
+def test_requests_that_all_went_to_one_while_the_other_was_away_are_shared() -> None:
+    relief, streams, moved = Relief(2), [32, 0], 0
+    for _ in range(80):
+        token_s = [0.02 + 0.0025 * count for count in streams]
+        for move in watch(relief, streams, token_s, 0.25):
+            assert (move.source, move.target) == (0, 1)
+            streams = [streams[0] - move.count, streams[1] + move.count]
+            moved += move.count
+    assert 8 <= moved <= 16
+
+
+def test_it_ends_and_does_not_come_back() -> None:
+    """One engine is four times as slow. Whoever has left stays away: no request goes back and forth."""
+    relief, streams, moves = Relief(2), [12, 12], []
+    for _ in range(200):
+        token_s = [0.02 + 0.002 * streams[0], 4 * (0.02 + 0.002 * streams[1])]
+        for move in watch(relief, streams, token_s, 0.25):
+            moves.append(move)
+            streams[move.source] -= move.count
+            streams[move.target] += move.count
+    assert {move.source for move in moves} == {1}
+    assert sum(move.count for move in moves) <= 12
+    assert relief.slowness()[0] == 1.0
+
+
+def test_slowness_is_known_and_forgiven() -> None:
+    relief = Relief(2)
+    assert relief.slowness() == [1.0, 1.0]
+    watch(relief, [8, 8], [0.05, 0.2], 8)
+    assert relief.slowness() == [1.0, pytest.approx(4, rel=0.1)]
+    watch(relief, [8, 0], [0.05, 0.0], 60)
+    assert relief.slowness() == [1.0, 1.0]
+    watch(relief, [8, 8], [0.05, 0.2], 8)
+    relief.forget(1)
+    assert relief.slowness() == [1.0, 1.0]
+
+
+# -- with a router
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The same in a tenth of the time."""
+    for module, name in ((relief_module, "HOLD_S"), (relief_module, "WINDOW_S"), (router_module, "_LOOK_S")):
+        monkeypatch.setattr(module, name, getattr(module, name) / 10)
+    monkeypatch.setattr(relief_module, "EVIDENCE_S", 0.05)
+
+
+async def served(relieve: bool) -> tuple[float, int, Router]:
+    """Seconds for 12 requests, half of them at an engine that takes 20 times as long; and how many were moved."""
+    fast, slow = EchoEngine(delay=0.002), EchoEngine(delay=0.04)
+    router = Router([fast, slow], relieve=relieve, routing=LeastWork())
+    await router.start()
+    begin = time.monotonic()
+    requests = [engine_request(f"r{i}", prompt=(i, i + 1, i + 2), max_tokens=60) for i in range(12)]
+    found = await asyncio.gather(*(collect(router.generate(request)) for request in requests))
+    seconds = time.monotonic() - begin
+    for i, outputs in enumerate(found):
+        assert tokens_of(outputs) == [i, i + 1, i + 2] * 20
+        assert [output.finish_reason for output in outputs if output.finish_reason] == ["length"]
+        assert sum(1 for output in outputs if not output.token_ids) == 1
+    moved = router.status().engines[1].relieved
+    assert router.status().engines[0].relieved == 0
+    assert all(each.outstanding == 0 for each in router.status().engines)
+    await router.close()
+    return seconds, moved, router
+
+
+async def test_requests_leave_a_slow_engine_and_nobody_notices_but_by_the_clock(quick):
+    stuck, none, _ = await served(relieve=False)
+    seconds, moved, _ = await served(relieve=True)
+    assert none == 0
+    assert moved >= 4
+    assert seconds < 0.6 * stuck
+
+
+class Queue(EchoEngine):
+    """Answers one request at a time, in order."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.turn = asyncio.Lock()
+
+    async def generate(self, request):
+        stream = super().generate(request)
+        yield await anext(stream)
+        while self.turn.locked():
+            await asyncio.sleep(0.001)
+            if self._running[request.request_id]:
+                yield EngineOutput(request.request_id, 0, finish_reason="abort")
+                return
+        async with self.turn:
+            async for output in stream:
+                yield output
+
+
+async def test_those_that_wait_move_first(quick):
+    """The one that runs is left where it is until nobody waits."""
+    fast, slow = EchoEngine(delay=0.002), Queue(delay=0.05)
+    router = Router([slow, fast], routing=LeastWork())
+    await router.start()
+    streams = [asyncio.create_task(collect(router.generate(engine_request(f"r{i}", max_tokens=40)))) for i in range(8)]
+    await until(lambda: len(slow.requests) == len(fast.requests) == 4)
+    first = [request.request_id for request in slow.requests]
+    await until(lambda: router.status().engines[0].relieved > 0, 10)
+    for outputs in await asyncio.gather(*streams):
+        assert tokens_of(outputs) == ([1, 2, 3] * 14)[:40]
+    moved = [request.request_id for request in fast.requests[4:]]
+    assert moved[:3] == first[:0:-1]  # the youngest first
+    assert all(not request.output_token_ids for request in fast.requests[4:7])
+    await router.close()
+
+
+async def test_an_abort_while_it_moves_is_an_abort(quick):
+    fast, slow = EchoEngine(delay=0.002), EchoEngine(delay=0.03)
+    router = Router([slow, fast], routing=LeastWork())
+    await router.start()
+    streams = [asyncio.create_task(collect(router.generate(engine_request(f"r{i}", max_tokens=90)))) for i in range(8)]
+    await until(lambda: router.status().engines[0].relieved > 0, 10)
+    ids = [request.request_id for request in slow.requests]
+    for request_id in ids:
+        await router.abort(request_id)
+    found = {f"r{i}": outputs for i, outputs in enumerate(await asyncio.gather(*streams))}
+    for request_id in ids:
+        assert found[request_id][-1].finish_reason in ("abort", "length")
+    assert any(outputs[-1].finish_reason == "abort" for outputs in found.values())
+    await router.close()
+
+
+async def test_a_single_engine_is_not_watched():
+    router = Router([EchoEngine(delay=0.001)])
+    await router.start()
+    before = len(asyncio.all_tasks())
+    await collect(router.generate(engine_request(max_tokens=3)))
+    assert len(asyncio.all_tasks()) <= before
+    (only,) = router.status().engines
+    assert (only.state, only.outstanding, only.relieved) == ("ready", 0, 0)
+    await router.close()
+
+
+async def test_conversations_stay_where_they_began():
+    engines = [EchoEngine(), EchoEngine(), EchoEngine()]
+    router = Router(engines)
+    await router.start()
+    for turn, talk in itertools.product(range(4), range(9)):
+        prompt = [talk] * 48 + list(range(100, 100 + 30 * turn))
+        await collect(router.generate(engine_request(f"{talk}.{turn}", prompt=prompt, max_tokens=2)))
+    homes = [{request.request_id.split(".")[0] for request in engine.requests} for engine in engines]
+    assert sum(len(home) for home in homes) == 9  # each in one place
+    assert all(homes)
+    await router.close()
