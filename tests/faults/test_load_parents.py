@@ -150,12 +150,11 @@ def test_serve(run_of, tiny_model, phase, who, name):
     run = run_of("-m", "phalanx", "serve", tiny_model, *OPTIONS)
     bring_to(run, phase)
     os.kill(run.one(who), getattr(signal, name))
-    survives = (who, phase) == ("supervisor", "import") or (who in ("supervisor", "rank") and phase in ("idle", "busy"))
+    survives = (who, phase) == ("supervisor", "import") or (
+        who in ("supervisor", "rank", "engine") and phase in ("idle", "busy")
+    )
     if survives:
         be_busy(run)
-        os.kill(run.process.pid, signal.SIGTERM)
-    if who == "engine" and phase in ("idle", "busy"):
-        run.says("killed by SIGKILL")  # the server stays, to say so
         os.kill(run.process.pid, signal.SIGTERM)
     run.nothing_left(5 if not survives and (phase != "busy" or name != "SIGTERM") else 15)  # a drain takes its time
     run.process.wait()
