@@ -4,8 +4,8 @@
         for output in llm.generate(["Once upon a time", "2 + 2 ="], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-Answers come back whole and in the order of the prompts. Does not start processes and serves one caller at a time; for
-many callers at once use `AsyncEngine`.
+Answers come back whole and in the order of the prompts. The model is in this process, or in others where there are
+several ranks or replicas. Serves one caller at a time; for many callers at once use `AsyncEngine`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 from phalanx.checkpoint.locate import Checkpoint, locate
 from phalanx.config import EngineConfig
+from phalanx.engine.blocking import BlockingRouter
 from phalanx.engine.client import EngineOutput, EngineRequest
 from phalanx.engine.core import open_engine
 from phalanx.engine.core_messages import raised
+from phalanx.engine.engine import Engine
 from phalanx.engine.input_processor import InputProcessor
 from phalanx.engine.output_processor import OutputProcessor, RequestAssembly, merge
 from phalanx.engine.resolution import for_engine, resolved
@@ -69,7 +71,12 @@ class LLM:
         self.tokenizer = load_tokenizer(checkpoint, config.model.tokenizer, config.model.revision)
         template = load_source(config.model.chat_template, self.tokenizer.chat_template)
         self._template = ChatTemplate(template, self.tokenizer.special_tokens)
-        self._engine, self.info = open_engine(*for_engine(self.config, checkpoint))
+        self._engine: Engine | BlockingRouter
+        if self.config.parallel.data_parallel_size > 1:
+            self._engine = BlockingRouter(*for_engine(self.config, checkpoint))
+            self.info = self._engine.info
+        else:
+            self._engine, self.info = open_engine(*for_engine(self.config, checkpoint))
         self._closed = False
         self._grammars: GrammarCompiler | None = None
         self._inputs = InputProcessor(

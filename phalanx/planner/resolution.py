@@ -66,7 +66,7 @@ def _check_fits(plan: Plan, devices: tuple[Device, ...], replicas: int) -> None:
     except NotEnoughMemory as error:
         if replicas == 1:
             raise
-        fix = f"Use fewer replicas than {replicas}, or: {error.fix}" if error.fix else "Use fewer replicas."
+        fix = "Use fewer replicas, a smaller --max-model-len or --kv-cache-memory-bytes, or a smaller model."
         raise NotEnoughMemory(
             f"Each of {replicas} replicas has 1/{replicas} of this machine's memory, and that is not enough. "
             f"{error.message}",
@@ -92,7 +92,11 @@ def dry_run(config: EngineConfig, name: str, model_config: dict[str, object]) ->
         )
     plan, others = _decide(config, spec, known)
     _check_fits(plan, known, config.parallel.data_parallel_size)
-    return report.plan_lines(name, plan, others[:_SHOWN], unused=len(known) - len(plan.devices))
+    lines = report.plan_lines(name, plan, others[:_SHOWN], unused=len(known) - len(plan.devices))
+    replicas = config.parallel.data_parallel_size
+    if replicas > 1:
+        lines.insert(1, f"Replicas: {replicas}; what follows is for each of them")
+    return lines
 
 
 def split_anew(config: EngineConfig, spec: DecoderSpec, left: Mapping[int, tuple[str, Memory | None]]) -> Resplit:

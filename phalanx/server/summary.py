@@ -24,17 +24,19 @@ def summary(
     config: EngineConfig, info: EngineInfo, status: EngineStatus, names: tuple[str, ...], *, has_chat: bool
 ) -> str:
     """`config` is resolved and has the real port."""
+    replicas = config.parallel.data_parallel_size
     lines = [
         f"Model: {', '.join(names)} ({info.dtype} on {info.device}, loaded in {info.load_s:.1f} s)",
         f"Layout: {_layout(config.parallel, info.mesh)}, executor {info.executor}",
         *split_lines(config.parallel.tensor_weights, config.parallel.stage_layers),
         *cache_lines(
             info.device,
-            blocks=info.blocks,
+            blocks=info.blocks * replicas,
             block_size=info.block_size,
-            kv_bytes=info.kv_bytes,
+            kv_bytes=info.kv_bytes * replicas,
             max_model_len=info.max_model_len,
         ),
+        *_replicas(replicas, info, status),
         *memory_table(status.workers),
         *binding_line(status.workers),
         *stage_line(status.workers),
@@ -48,9 +50,18 @@ def summary(
     return "\n".join(lines)
 
 
+def _replicas(count: int, info: EngineInfo, status: EngineStatus) -> list[str]:
+    if count == 1:
+        return []
+    processes = ", ".join(str(engine.pid) for engine in status.engines)
+    tokens = info.blocks * info.block_size
+    return [f"Replicas: {count} (engine processes {processes}), each with {tokens:,} tokens of KV cache"]
+
+
 def _layout(parallel: ParallelConfig, mesh: dict[str, int]) -> str:
     if parallel.pipeline_tensor_sizes is not None:
-        return layout_line(parallel.widths)
+        times = f"{parallel.data_parallel_size} times " if parallel.data_parallel_size > 1 else ""
+        return times + layout_line(parallel.widths)
     sizes = [f"{axis} {size}" for axis, size in mesh.items() if size > 1]
     ranks = prod(mesh.values())
     return f"{ranks} worker{'s' if ranks > 1 else ''}" + (f" ({', '.join(sizes)})" if sizes else "")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator
 
@@ -14,9 +15,9 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from phalanx import AsyncEngine, EngineConfig, SamplingParams
+from phalanx import LLM, AsyncEngine, EngineConfig, SamplingParams
 from phalanx.engine.replica import Replica
-from phalanx.errors import ConfigError, EngineDead, NotEnoughMemory
+from phalanx.errors import ConfigError, EngineDead, InvalidRequest, NotEnoughMemory
 from phalanx.server.app import create_app
 from tests.helpers.processes import alive, descendants, until
 from tests.helpers.server import on_socket
@@ -164,6 +165,33 @@ async def test_replicas_of_two_tensor_ranks(model):
         assert [worker.rank for worker in engine.status().workers] == [0, 1, 2, 3]
         found = await asyncio.gather(*(tokens(engine, n, 20) for n in range(4)))
         assert [len(each) for each in found] == [20] * 4
+
+
+async def test_offline(model):
+    """`LLM` with two replicas: the same answers as with one, in order; one that is killed is not noticed."""
+
+    def answers(llm: LLM) -> list[list[int]]:
+        prompts = [[3 + n, 17, 40 + n] for n in range(12)]
+        params = [SamplingParams(max_tokens=60, temperature=1.0, seed=n, ignore_eos=True) for n in range(12)]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    def work() -> None:
+        options = {"dtype": "float32", "kv_cache_memory_bytes": "8M"}
+        with LLM(model, **options) as llm:
+            expected = answers(llm)
+        before = descendants()
+        with LLM(model, data_parallel_size=2, **options) as llm:
+            assert answers(llm) == expected
+            pids = [each.pid for each in llm._engine.status().engines]
+            assert len(set(pids)) == 2
+            threading.Timer(0.05, os.kill, (pids[0], signal.SIGKILL)).start()
+            assert answers(llm) == expected
+            with pytest.raises(InvalidRequest):
+                llm.generate([[1] * 300])
+        assert descendants() <= before
+
+    await asyncio.to_thread(work)
+    assert "phalanx-router" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import io
 from dataclasses import replace
 
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineInfo, EngineStatus
+from phalanx.engine.client import EngineInfo, EngineState, EngineStatus
 from phalanx.executor.base import WorkerStatus
 from phalanx.server.middleware import allowed_hosts
 from phalanx.server.progress import LoadingLine
@@ -30,6 +30,19 @@ def test_words_that_users_look_for() -> None:
     assert "Layout: 4 workers (pp 2, tp 2), executor inprocess" in text
     assert "512.0 MiB" in text
     assert "activations" in text
+
+
+def test_replicas_are_named_and_their_caches_added_up() -> None:
+    engines = [EngineState(pid, "ready", 0, 0, 0, 0) for pid in (71, 72)]
+    mesh = {"dp": 2, "pp": 1, "cp": 1, "tp": 1}
+    text = summary(
+        config(data_parallel_size=2), replace_info(mesh=mesh), EngineStatus("ready", engines=engines), ("m",),
+        has_chat=True,
+    )  # fmt: skip
+    assert "GPU KV cache size: 1,286,464 tokens (6.0 GiB" in text
+    assert "Replicas: 2 (engine processes 71, 72), each with 643,232 tokens of KV cache" in text
+    assert "Layout: 2 workers (dp 2), executor inprocess" in text
+    assert "Replicas" not in summary(config(), INFO, EngineStatus("ready"), ("m",), has_chat=True)
 
 
 def test_measured_times_of_stages() -> None:
