@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,58 +17,9 @@ import openai
 import psutil
 import pytest
 
+from tests.helpers.certificates import Authority
+from tests.helpers.serve_process import SMALL, Serve, all_gone, descendants
 from tests.helpers.server import demo_checkpoint
-
-SMALL = ("--kv-cache-memory-bytes", "100M", "--max-model-len", "2048")
-
-
-class Serve:
-    """One `phalanx serve`; its output is collected as it comes."""
-
-    def __init__(self, *arguments: str):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx.cli.main", "serve", *arguments],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )  # fmt: skip
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-
-    @property
-    def output(self) -> str:
-        return "\n".join(self.lines)
-
-    def until(self, pattern: str, seconds: float = 90) -> re.Match[str]:
-        deadline = time.monotonic() + seconds
-        while not (match := re.search(pattern, self.output)):
-            assert self.process.poll() is None or self._reader.is_alive(), self.output
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.02)
-        return match
-
-    def ends(self, seconds: float) -> int:
-        code = self.process.wait(seconds)
-        self._reader.join(5)
-        return code
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-
-
-def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def all_gone(processes: list[psutil.Process], seconds: float = 3) -> bool:
-    return not psutil.wait_procs(processes, timeout=seconds)[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -316,38 +264,16 @@ def test_what_cannot_work_says_so_once(arguments: tuple[str, ...], words: tuple[
         serve.kill()
 
 
-def self_signed(folder: Path) -> tuple[Path, Path]:
-    from datetime import UTC, datetime, timedelta
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
-        .serial_number(1).not_valid_before(now - timedelta(days=1)).not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .sign(key, hashes.SHA256())
-    )  # fmt: skip
-    pem = serialization.Encoding.PEM
-    key_file, certificate_file = folder / "key.pem", folder / "cert.pem"
-    key_file.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()))
-    certificate_file.write_bytes(certificate.public_bytes(pem))
-    return key_file, certificate_file
-
-
 def test_tls_from_the_first_moment_on(tmp_path: Path) -> None:
-    key, certificate = self_signed(tmp_path)
+    authority = Authority(tmp_path, "authority")
+    certificate, key = authority.issue("server")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     serve = Serve("--port", str(port), "--ssl-keyfile", str(key), "--ssl-certfile", str(certificate), *SMALL)
     try:
         import ssl
 
-        trusted = ssl.create_default_context(cafile=str(certificate))
+        trusted = ssl.create_default_context(cafile=str(authority.certificate))
         deadline = time.monotonic() + 60
         with httpx.Client(verify=trusted, base_url=f"https://localhost:{port}") as client:
             while True:
