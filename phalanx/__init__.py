@@ -8,6 +8,11 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from phalanx.cluster.messages import Request as Request
+    from phalanx.cluster.messages import Response as Response
+    from phalanx.cluster.messages import SamplingConfig as SamplingConfig
+    from phalanx.cluster.ray_config import RayConfig as RayConfig
+    from phalanx.cluster.ray_engine import RayDistributedEngine as RayDistributedEngine
     from phalanx.config import EngineConfig as EngineConfig
     from phalanx.engine.async_engine import AsyncEngine as AsyncEngine
     from phalanx.llm import LLM as LLM
@@ -21,7 +26,12 @@ _HOME = {
     "CompletionOutput": "phalanx.outputs",
     "EngineConfig": "phalanx.config",
     "LLM": "phalanx.llm",
+    "RayConfig": "phalanx.cluster.ray_config",
+    "RayDistributedEngine": "phalanx.cluster.ray_engine",
+    "Request": "phalanx.cluster.messages",
     "RequestOutput": "phalanx.outputs",
+    "Response": "phalanx.cluster.messages",
+    "SamplingConfig": "phalanx.cluster.messages",
     "SamplingParams": "phalanx.sampling_params",
     "StructuredOutputs": "phalanx.sampling_params",
 }

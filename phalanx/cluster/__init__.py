@@ -9,15 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from phalanx.cluster.actor_pool import RayActorPool as RayActorPool
+    from phalanx.cluster.messages import Request as Request
+    from phalanx.cluster.messages import Response as Response
+    from phalanx.cluster.messages import SamplingConfig as SamplingConfig
     from phalanx.cluster.ray_config import RayConfig as RayConfig
+    from phalanx.cluster.ray_engine import RayDistributedEngine as RayDistributedEngine
+    from phalanx.cluster.ray_worker import RayWorker as RayWorker
     from phalanx.cluster.resources import RayResources as RayResources
     from phalanx.cluster.resources import create_placement_group as create_placement_group
     from phalanx.cluster.resources import optimize_gpu_memory as optimize_gpu_memory
     from phalanx.cluster.resources import setup_ray_resources as setup_ray_resources
 
 _HOME = {
+    "RayActorPool": "phalanx.cluster.actor_pool",
     "RayConfig": "phalanx.cluster.ray_config",
+    "RayDistributedEngine": "phalanx.cluster.ray_engine",
     "RayResources": "phalanx.cluster.resources",
+    "RayWorker": "phalanx.cluster.ray_worker",
+    "Request": "phalanx.cluster.messages",
+    "Response": "phalanx.cluster.messages",
+    "SamplingConfig": "phalanx.cluster.messages",
     "create_placement_group": "phalanx.cluster.resources",
     "optimize_gpu_memory": "phalanx.cluster.resources",
     "setup_ray_resources": "phalanx.cluster.resources",

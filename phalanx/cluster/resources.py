@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from dataclasses import dataclass
 from types import ModuleType
@@ -40,8 +41,9 @@ class RayResources:
     """A connection to Ray and the group that is reserved on it. Make it with `setup_ray_resources`; `close` gives
     everything back."""
 
-    def __init__(self, config: RayConfig):
-        """Raises ConfigError; nothing is left then."""
+    def __init__(self, config: RayConfig, *, at_least: float = 0.0):
+        """A local cluster without `num_cpus` offers `at_least` so many CPUs, or those of the machine if it has more.
+        Raises ConfigError; nothing is left then."""
         self.config = config
         self.group: Any = None
         """Ray's placement group, or None."""
@@ -49,7 +51,7 @@ class RayResources:
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.gpu_ids))} if config.gpu_ids is not None else {}
         with env.changed(**seen):
             self._session: RaySession | None = RaySession(
-                cpus=config.num_cpus,
+                cpus=config.num_cpus or max(at_least, os.cpu_count() or 1),
                 gpus=gpus,
                 resources=config.resources,
                 folder=config.temp_dir,

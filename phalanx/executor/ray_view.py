@@ -9,6 +9,7 @@ import os
 import platform
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +23,18 @@ def owner_in(name: str) -> str:
     """The actor that owns a group of this name; empty when it is not ours, or not an actor's."""
     owner = name.rsplit("-", 2)[1] if name.startswith(_OURS) and name.count("-") >= 4 else ""
     return "" if owner == "driver" else owner
+
+
+@dataclass(frozen=True)
+class ActorFacts:
+    """One actor."""
+
+    state: str
+    """Ray's word: DEPENDENCIES_UNREADY, PENDING_CREATION, ALIVE, RESTARTING or DEAD."""
+    node: str
+    """Empty while it has none."""
+    pid: int
+    host: str
 
 
 class RayView:
@@ -109,6 +122,22 @@ class RayView:
         table: Any = gcs_pb2
         data = _state()._connect_and_get_accessor().get_actor_table(None, "ALIVE")
         return [table.ActorTableData.FromString(each) for each in data]
+
+    def actor(self, handle: Any) -> ActorFacts | None:
+        """What the head knows of an actor; None when it has forgotten it."""
+        from ray.core.generated import gcs_pb2
+
+        table: Any = gcs_pb2
+        data = _state()._connect_and_get_accessor().get_actor_info(handle._actor_id)
+        if data is None:
+            return None
+        found = table.ActorTableData.FromString(data)
+        node_id = found.address.node_id.hex() if found.pid else ""  # until then it is its owner's
+        return ActorFacts(table.ActorTableData.ActorState.Name(found.state), node_id, found.pid, self.host(node_id))
+
+    def host(self, node_id: str) -> str:
+        """The host name of a node, also of one that is gone; empty when it is not known."""
+        return next((n["NodeManagerHostname"] for n in self._ray.nodes() if n["NodeID"] == node_id), "")
 
     def tied_to(self, node_id: str, labels: Mapping[str, str]) -> dict[str, str]:
         """The selector of a bundle that must be on this node."""
