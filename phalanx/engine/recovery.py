@@ -23,7 +23,7 @@ import msgspec
 from phalanx.config import RecoveryConfig
 from phalanx.engine.client import Recovery
 from phalanx.errors import PhalanxError
-from phalanx.executor.base import CacheLayout, NoCapacity, WorkerDied
+from phalanx.executor.base import CacheLayout, ExecutorLost, NoCapacity, WorkerDied
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ class Recoveries:
                 )  # fmt: skip
             self._change(plan="wait", missing=error.missing, estimate=None)
             return
+        if isinstance(error, ExecutorLost):
+            self._tries = MAX_TRIES
         self._plan_next(now)
         self._change(plan="restart", missing="")
         if not self.exhausted(now):

@@ -72,6 +72,10 @@ class WorkerDied(PhalanxError):
         self.silent = silent
 
 
+class ExecutorLost(WorkerDied):
+    """This process can bring nothing back; another engine process may."""
+
+
 class NoCapacity(WorkerDied):
     """The model does not fit what is left, and nothing has come back yet: `missing` says what it takes. Trying again
     later may help."""

@@ -17,6 +17,7 @@ import msgspec
 from phalanx.config import EngineConfig, ParallelConfig
 from phalanx.distributed.address import node_id
 from phalanx.errors import ConfigError
+from phalanx.executor.base import ExecutorLost
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
@@ -123,10 +124,13 @@ class RayLauncher:
         return None
 
     def available(self) -> set[int]:
-        """As in `hub.Launcher`. Reserves what there is room for."""
+        """As in `hub.Launcher`. Reserves what there is room for. Raises ExecutorLost."""
         for rank in range(len(self._seats)):
             self.cause(rank)  # which notes who is dead
-        return self._places.available(self._places.view.alive())
+        alive = self._places.view.alive()
+        if not alive and self._places.local:
+            raise ExecutorLost(0, "the local Ray cluster has ended", kind="ended")
+        return self._places.available(alive)
 
     def assign(self, seats: Sequence[int]) -> None:
         self._seats = tuple(seats)

@@ -91,6 +91,11 @@ class RayPlaces:
         return self._session.ray
 
     @property
+    def local(self) -> bool:
+        """Whether the cluster is this process's own, so that nobody else mends it."""
+        return self._session is not None and self._session.started
+
+    @property
     def view(self) -> RayView:
         return RayView(self.ray)
 

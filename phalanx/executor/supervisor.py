@@ -204,6 +204,8 @@ class Supervisor:
         os.close(pidfd)
         blame = self._memory_kills.blame(child.pid)
         _, status = os.waitpid(child.pid, 0)
+        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+            blame = None  # the kernel's way is another; memory ran out elsewhere at that time
         with contextlib.suppress(BlockingIOError):  # somebody it has started may still hold the pipe
             blame = blame or os.read(child.words, _WORDS).decode(errors="replace") or None
         os.close(child.words)

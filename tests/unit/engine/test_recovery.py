@@ -14,7 +14,7 @@ from phalanx.config import RecoveryConfig
 from phalanx.engine.engine import PROBE
 from phalanx.engine.recovery import BACK_OFF_S, CAPACITY_S, KEPT, MAX_TRIES
 from phalanx.errors import EngineDead, InvalidRequest, Recovering
-from phalanx.executor.base import CacheLayout, NoCapacity, WorkerDied
+from phalanx.executor.base import CacheLayout, ExecutorLost, NoCapacity, WorkerDied
 from tests.helpers.engine_driver import VOCAB, Driver, make_request
 from tests.helpers.fake_executor import oracle
 from tests.helpers.fake_grammar import structured
@@ -590,6 +590,16 @@ def test_a_fault_before_a_restart_is_a_failed_try(monkeypatch: pytest.MonkeyPatc
     driver.drain_dead()
     assert driver.engine.status().epoch == MAX_TRIES + 1
     assert driver.executor.restarts == []
+
+
+def test_what_only_another_engine_process_can_mend_is_not_tried_again() -> None:
+    driver = begun(2)
+    for answer in driver.running():
+        answer.may_end.add("error")
+    driver.executor.restart_layouts = [ExecutorLost(0, "the local Ray cluster has ended", kind="ended")]
+    driver.engine.recover(LOST)
+    driver.drain_dead()
+    assert len(driver.executor.restarts) == 1
 
 
 def test_close_ends_the_thread_that_starts_workers() -> None:
