@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.cluster.actor_pool import RayActorPool as RayActorPool
+    from phalanx.cluster.health import fault_tolerant_execute as fault_tolerant_execute
+    from phalanx.cluster.health import get_cluster_status as get_cluster_status
+    from phalanx.cluster.health import handle_dead_nodes as handle_dead_nodes
+    from phalanx.cluster.health import monitor_cluster_health as monitor_cluster_health
     from phalanx.cluster.messages import Request as Request
     from phalanx.cluster.messages import Response as Response
     from phalanx.cluster.messages import SamplingConfig as SamplingConfig
@@ -31,6 +35,10 @@ _HOME = {
     "Response": "phalanx.cluster.messages",
     "SamplingConfig": "phalanx.cluster.messages",
     "create_placement_group": "phalanx.cluster.resources",
+    "fault_tolerant_execute": "phalanx.cluster.health",
+    "get_cluster_status": "phalanx.cluster.health",
+    "handle_dead_nodes": "phalanx.cluster.health",
+    "monitor_cluster_health": "phalanx.cluster.health",
     "optimize_gpu_memory": "phalanx.cluster.resources",
     "setup_ray_resources": "phalanx.cluster.resources",
 }

@@ -14,6 +14,7 @@ several threads. Does not call the actors' own methods and does not repeat work.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
@@ -104,11 +105,17 @@ class RayActorPool:
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name="phalanx-actor-pool", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # runs before Ray's own, which was registered earlier
         try:
             self.scale(num_actors)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def actor_name(self) -> str:
+        """Of the class, for people."""
+        return self._cls.__name__
 
     @property
     def num_actors(self) -> int:
@@ -161,6 +168,17 @@ class RayActorPool:
             actor = self._actors.get(index)
             if actor is not None and actor.handle is handle:
                 self._state.doubt(index, actor.life, time.monotonic())
+
+    def lose_node(self, node: str, cause: str) -> list[int]:
+        """A node is gone: its actors are made again elsewhere at once. Their indices."""
+        with self._changed:
+            lost = [index for index, actor in self._actors.items() if actor.node == node]
+            for index in lost:
+                actor = self._actors[index]
+                actor.node = ""
+                ray_calls.end(self._ray, actor.handle)
+                self._do(self._state.crashed(index, actor.life, time.monotonic(), cause))
+            return lost
 
     # Size
 
@@ -415,6 +433,7 @@ class RayActorPool:
             closing = {id(asked.handle): asked.handle for asked in self._asked.values() if asked.do is Do.STOP}
             self._actors, self._asked = {}, {}
             self._changed.notify_all()
+        atexit.unregister(self.close)
         self._thread.join(_GONE_S)
         if self._ray.is_initialized():
             self._end_all(list({**handles, **closing}.values()))

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from phalanx.errors import ConfigError
+from phalanx.executor.ray_places import death_in_words
 
 CONTROL = "phalanx_control"
 """The concurrency group in which an actor answers probes while its other methods work."""
@@ -46,7 +47,7 @@ def probe(actor: Any, method: str | None) -> Any:
 
 
 def has_method(cls: type, name: str) -> bool:
-    return isinstance(getattr(cls, name, None), Callable)  # type: ignore[arg-type]
+    return callable(getattr(cls, name, None))
 
 
 def end(ray: ModuleType, actor: Any) -> None:
@@ -60,7 +61,7 @@ def one_line(error: BaseException, longest: int = 600) -> str:
     return text[:longest].rstrip(". ")
 
 
-def why_it_failed(error: BaseException, cls: type, host: str) -> str:
+def why_it_failed(error: Exception, cls: type, host: str) -> str:
     """Why an actor is gone or a method of it has raised: one sentence without a traceback or a full stop."""
     where = f" on {host}" if host else ""
     cause = getattr(error, "cause", None)
@@ -72,7 +73,7 @@ def why_it_failed(error: BaseException, cls: type, host: str) -> str:
     for module in ("phalanx", "msgspec", cls.__module__.partition(".")[0]):
         if f"No module named '{module}" in text or f"No module named {module}" in text:
             return f"the module {module} is not installed{where}, in the Python that Ray uses there"
-    return f"{cls.__name__}{where}: {one_line(error)}"
+    return f"{cls.__name__}{where}: {death_in_words(error, host or 'its node')}"
 
 
 def _last_exception(text: str) -> str:

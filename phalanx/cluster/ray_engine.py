@@ -9,8 +9,8 @@
        └─────────────────────┴──── again, with what is delivered
 
 Guarantees: responses come in the order of the requests; a leader's death repeats and loses no token, and draws go on
-with the same seed; after `close`, or an error in the constructor, nothing it started is left. Inside a leader, ranks and
-engine processes that die are the engine's own business. For use by several threads.
+with the same seed; after `close`, or an error in the constructor, nothing it started is left. Inside a leader, ranks
+and engine processes that die are the engine's own business. For use by several threads.
 """
 
 from __future__ import annotations
@@ -338,7 +338,9 @@ class RayDistributedEngine:
         return self.pool.ask_all("get_stats", timeout)
 
     def close(self) -> None:
-        """End everything the engine started. Idempotent."""
+        """End everything the engine started. Idempotent. An engine that nobody refers to any more is closed."""
+        if getattr(self, "_closed", True):
+            return
         self._closed = True
         pool, self._pool = self._pool, None
         local, self._local = self._local, None
@@ -351,6 +353,10 @@ class RayDistributedEngine:
             self._threads.shutdown(wait=False, cancel_futures=True)
         if resources is not None:
             resources.close()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
 
     def __enter__(self) -> Self:
         return self

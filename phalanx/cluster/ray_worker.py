@@ -215,7 +215,9 @@ class RayWorker:
             last = Failed(name_of(error), error.message, error.fix, error.param, error.code)
         except Exception as error:
             text = " ".join(str(error).split())[:400]
-            last = Failed("", f"{type(self).__name__}.generate raised {type(error).__name__}: {text}")
+            last = Failed(
+                "", f"{type(self).__name__}.generate on {platform.node()} raised {type(error).__name__}: {text}"
+            )
         except BaseException:
             last = Failed("EngineDead", "The call was ended.")
         call.items.put(last)

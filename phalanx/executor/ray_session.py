@@ -96,6 +96,7 @@ class RaySession:
             else:
                 _join(self.ray, found)
         self.joined = True
+        _start_no_other()
         if found is not None:
             _warn_of_open_cluster(found)
 
@@ -141,6 +142,14 @@ class RaySession:
             reaper.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 reaper.wait(_REAP_S)
+
+
+def _start_no_other() -> None:
+    """Most of Ray's calls start a cluster when there is no connection. A thread that comes late, after `close`, must
+    not bring up another one than the one that was chosen."""
+    from ray._private import auto_init_hook
+
+    auto_init_hook.enable_auto_connect = False
 
 
 def _new_folder(where: str | None) -> str:

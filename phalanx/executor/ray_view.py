@@ -135,6 +135,24 @@ class RayView:
         node_id = found.address.node_id.hex() if found.pid else ""  # until then it is its owner's
         return ActorFacts(table.ActorTableData.ActorState.Name(found.state), node_id, found.pid, self.host(node_id))
 
+    def cause_of_death(self, actor_id: str) -> str:
+        """What Ray says of an actor (by its id) that is dead, in one line; empty when it lives or is not known."""
+        from ray.core.generated import gcs_pb2
+
+        table: Any = gcs_pb2
+        data = _state()._connect_and_get_accessor().get_actor_info(self._ray.ActorID.from_hex(actor_id))
+        if data is None:
+            return ""
+        found = table.ActorTableData.FromString(data)
+        if table.ActorTableData.ActorState.Name(found.state) != "DEAD":
+            return ""
+        cause = found.death_cause
+        which = cause.WhichOneof("context")
+        if which == "creation_task_failure_context":
+            return "its constructor raised"
+        said = getattr(getattr(cause, which or "", None), "error_message", "")
+        return " ".join(said.split())[:300].rstrip(". ") or "Ray does not say why"
+
     def host(self, node_id: str) -> str:
         """The host name of a node, also of one that is gone; empty when it is not known."""
         return next((n["NodeManagerHostname"] for n in self._ray.nodes() if n["NodeID"] == node_id), "")
