@@ -83,11 +83,11 @@ class Engine:
         self._loop.run_until_complete(self._engine.close())
 
 
-def child(name: str, dtype: str) -> None:
+def child(name: str, dtype: str, sides: dict[str, tuple[int, dict[str, Any]]] = SIDES) -> None:
     """Serve runs: a JSON line in, a JSON line out."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a library prints must not get between the answers
-    cores, options = SIDES[name]
+    cores, options = sides[name]
     engine = Engine(cores, {"dtype": dtype, **options})
     print("ready", file=answers)
     for line in sys.stdin:
@@ -98,11 +98,12 @@ def child(name: str, dtype: str) -> None:
 class Side:
     """One executor in its process."""
 
-    def __init__(self, name: str, dtype: str):
+    def __init__(self, name: str, dtype: str, script: str = __file__):
+        """`script` calls `child` when it is told to."""
         self.name = name
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--child", name, "--dtype", dtype],
+            [sys.executable, script, "--child", name, "--dtype", dtype],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**environment, "RAY_ADDRESS": "local"},
         )  # fmt: skip
         if self._line() != "ready":

@@ -91,8 +91,8 @@ class Cursor:
 
     @property
     def worth_moving(self) -> bool:
-        """Whether what is left is more than what another engine computes again (a prompt's token takes an eighth)."""
-        return self.tokens_left > self.tokens // 8
+        """Whether what is left is more than what another engine would have to compute again."""
+        return self.tokens_left > len(self.request.prompt_token_ids) + len(self.delivered)
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,9 @@ leaves one number for each engine, its slowness. From it follows how long a toke
 and one more there. Relief begins when that is `BEGIN` times as long here as there for `HOLD_S` seconds, and goes on
 until it is `END` times: what is only noise moves nobody.
 
+An engine that computes prompts makes no tokens for a while. It is not judged before it should be done with them, at
+twice what the fastest engine takes, and a prompt's tokens count, for less than those of answers.
+
 The same number says how much longer than others an engine takes over its work, for those who send it more.
 
 Pure: reads no clock, knows no requests. Who goes, and how, is the router's business.
@@ -18,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 BEGIN, END = 2.0, 1.3
-HOLD_S = 2.0
+HOLD_S = 3.0
 WINDOW_S = 3.0
 """What is older counts little."""
 EVIDENCE_S = 0.5
@@ -29,17 +32,28 @@ FORGIVEN_S = 10.0
 """An idle engine counts as fast as the others after so long: it may have been slow for others' sake."""
 NOISE = 1.5
 """Engines that differ by less count as alike."""
+PROMPT_TOKEN = 0.125
+"""Computing a prompt's token, in tokens of answers; it is rather less."""
+ONE_STEP = 2048
+"""Prompt tokens that one step computes, and that nothing is heard of meanwhile."""
 AT_ONCE = 0.25
 """Of an engine's requests that leave at a time."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """One engine: whether it can have requests, how many it has, and tokens made since the last look."""
+    """One engine, since the last look."""
 
     usable: bool
+    """Whether it can have requests."""
     streams: int
-    tokens: float
+    """Requests that it has."""
+    tokens: int
+    """Made."""
+    prompts: int = 0
+    """Tokens of prompts that are computed."""
+    pending: int = 0
+    """Tokens of prompts that are not."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +69,22 @@ class _Pace:
     def __init__(self) -> None:
         self.waited = self.tokens = 0.0
         """Seconds that streams waited, as if each had been alone; tokens."""
+        self.silent = self.held = 0.0
+        """Seconds without a token; what streams have waited and is not judged yet."""
         self.slowness: float | None = None
         """Seconds a token of a single stream; None while nobody knows."""
 
-    def see(self, sight: Sight, seconds: float) -> None:
+    def see(self, sight: Sight, seconds: float, best: float | None) -> None:
         kept = math.exp(-seconds / WINDOW_S)
-        self.waited = self.waited * kept + sight.streams * seconds / _shape(sight.streams)
-        self.tokens = self.tokens * kept + sight.tokens
+        self.waited, self.tokens = self.waited * kept, self.tokens * kept
+        self.tokens += sight.tokens + PROMPT_TOKEN * sight.prompts
+        self.held += sight.streams * seconds / _shape(sight.streams)
+        self.silent = 0.0 if sight.tokens or not sight.streams else self.silent + seconds
+        if self.silent and sight.pending:
+            due = PROMPT_TOKEN * min(sight.pending, ONE_STEP)
+            if best is None or self.silent < BEGIN * best * due:
+                return
+        self.waited, self.held = self.waited + self.held, 0.0
         if sight.streams and self.waited >= EVIDENCE_S:
             self.slowness = self.waited / max(self.tokens, 0.5)
 
@@ -78,8 +101,9 @@ class Relief:
 
     def look(self, sights: Sequence[Sight], seconds: float) -> Move | None:
         """What is to be done now; `seconds` have passed since the last look."""
+        before = self._best()
         for pace, sight in zip(self._paces, sights, strict=True):
-            pace.see(sight, seconds)
+            pace.see(sight, seconds, before)
         best = self._best()
         if best is None:
             return None

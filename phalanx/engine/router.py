@@ -5,9 +5,9 @@ When an engine is lost, each of its unfinished requests goes to another one, or 
 and tokens delivered so far, and the stream goes on at the cursor: nothing is repeated, nothing is lost. While no engine
 is there, requests wait here: as many as would have had a place, and new ones too. One that was at work whenever an
 engine was lost is tried alone, then refused alone. When nothing helps, streams end with EngineDead. In the same way
-requests leave an engine that is much slower than another (`relief`): first those without a token, the youngest first,
-then those that have most to do; none goes back to where it came from while others take it. What happens to a lost
-engine is the business of `Lives`.
+requests leave an engine that is much slower than another (`relief`): first those that wait there, the youngest first,
+then those that have most to do, if that is more than what is computed again; none goes back to where it came from while
+others take it. What happens to a lost engine is the business of `Lives`.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ _RETRY_AFTER_S = 10.0
 """While memory is missing, nobody knows for how long."""
 _LOOK_S = 0.25
 """Between two looks at who needs relief."""
-_PROMPT_TOKEN = 0.125
-"""Computing one of a prompt's tokens, in tokens of answers."""
 
 
 class _Engine:
@@ -63,8 +61,8 @@ class _Engine:
         """Tokens that the requests sent there may still need: prompt tokens to compute and output tokens to make."""
         self.members: dict[str, Cursor] = {}
         """Requests that its present life has, oldest first."""
-        self.made = self.prompts = 0
-        """Tokens of answers so far; prompt tokens of requests that have one."""
+        self.made = self.prompts = self.pending = 0
+        """Tokens of answers so far, tokens of prompts of requests that have one, and of those that have none yet."""
         self.relieved = 0
         self.given_up = False
 
@@ -200,6 +198,7 @@ class Router:
         prompt = len(request.prompt_token_ids) + len(request.output_token_ids)
         work = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
         engine.outstanding += work
+        engine.pending += prompt
         members[rid] = cursor
         try:
             stream = cast("AsyncGenerator[EngineOutput, None]", client.generate(request))
@@ -216,6 +215,7 @@ class Router:
                         work -= done
                         engine.made += len(output.token_ids)
                         engine.prompts += prompt
+                        engine.pending -= prompt
                         prompt = 0
                     if new is not None and new.token_ids:
                         self._made(rid, len(new.token_ids), lives if lives.client is client else None)
@@ -229,6 +229,7 @@ class Router:
             raise
         finally:
             engine.outstanding -= work
+            engine.pending -= prompt
             if members.pop(rid, None) is not None and self._waiting:
                 self._wake()
 
@@ -334,16 +335,16 @@ class Router:
 
     async def _relieve(self, relief: Relief) -> None:
         """As long as there are engines."""
-        last, made = time.monotonic(), [0.0] * len(self._engines)
+        last, seen = time.monotonic(), [(0, 0)] * len(self._engines)
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
             sights = []
             for engine in self._engines:
-                total = engine.made + _PROMPT_TOKEN * engine.prompts
+                made, prompts = engine.made, engine.prompts
+                before, seen[engine.number] = seen[engine.number], (made, prompts)
                 usable = engine.lives.usable and engine.lives.client.status().state == "ready"
-                sights.append(Sight(usable, len(engine.members), total - made[engine.number]))
-                made[engine.number] = total
+                sights.append(Sight(usable, len(engine.members), made - before[0], prompts - before[1], engine.pending))
             move = relief.look(sights, now - last)
             last, self._slowness = now, relief.slowness()
             if move is not None and self._quarantine.alone is None:
@@ -352,10 +353,10 @@ class Router:
     async def _move(self, move: Move) -> None:
         source = self._engines[move.source]
         able = [c for c in source.members.values() if c.accepted and not (c.finished or c.leaving or c.aborted)]
-        able = [c for c in able if move.target not in c.left and c.worth_moving]
-        fresh = [c for c in reversed(able) if not c.delivered]
-        begun = sorted((c for c in able if c.delivered), key=lambda c: c.tokens_left, reverse=True)
-        for cursor in [*fresh, *begun][: move.count]:
+        able = [c for c in reversed(able) if move.target not in c.left]
+        fresh = [c for c in able if not c.delivered][: source.lives.client.status().waiting]
+        begun = sorted((c for c in able if c not in fresh), key=lambda c: c.tokens_left, reverse=True)
+        for cursor in [*fresh, *(c for c in begun if c.worth_moving)][: move.count]:
             cursor.leaving = True
             cursor.left.add(source.number)
             source.relieved += 1

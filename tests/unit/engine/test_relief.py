@@ -25,7 +25,7 @@ def watch(relief: Relief, streams: list[int], token_s: list[float], seconds: flo
     """What it says while engine i takes `token_s[i]` over a token of each of its streams. Nobody follows."""
     moves = []
     for _ in range(round(seconds / 0.25)):
-        made = [count * 0.25 / each if each else 0.0 for count, each in zip(streams, token_s, strict=True)]
+        made = [int(count * 25 / each) if each else 0 for count, each in zip(streams, token_s, strict=True)]
         sights = [Sight(True, count, tokens) for count, tokens in zip(streams, made, strict=True)]
         move = relief.look(sights, 0.25)
         moves += [move] if move is not None else []
@@ -52,7 +52,27 @@ def test_a_slow_one_is_relieved_after_a_while(streams, times) -> None:
 def test_one_that_stands_still_is_relieved_too() -> None:
     relief = Relief(2)
     watch(relief, [4, 4], [0.05, 0.05], 5)
-    assert watch(relief, [4, 4], [0.05, 0.0], 4)[0].source == 1
+    assert watch(relief, [4, 4], [0.05, 0.0], 6)[0].source == 1
+
+
+def test_one_that_computes_prompts_is_given_time_for_them() -> None:
+    """16 prompts of 128 tokens, in one step of 4 seconds there and of 8 here; then both go on at the same pace."""
+
+    def played(here: float, pending: int = 2048) -> list[Move]:
+        relief, moves = Relief(2), []
+        for look in range(300):
+            sights = []
+            for ready in (4.0, here):
+                now = look * 0.25
+                done, first = now >= ready, ready <= now < ready + 0.25
+                sights.append(Sight(True, 16, 16 * done, pending * first, 0 if done else pending))
+            move = relief.look(sights, 0.25)
+            moves += [move] if move is not None else []
+        return moves
+
+    assert played(8.0) == []
+    assert played(1000.0)  # it will not come
+    assert played(8.0, pending=0)  # without prompts that is much too long
 
 
 def test_requests_that_all_went_to_one_while_the_other_was_away_are_shared() -> None:
@@ -138,6 +158,11 @@ class Queue(EchoEngine):
         super().__init__(**options)
         self.turn = asyncio.Lock()
 
+    def status(self):
+        status = super().status()
+        status.waiting = max(0, status.running - 1)
+        return status
+
     async def generate(self, request):
         stream = super().generate(request)
         yield await anext(stream)
@@ -165,6 +190,19 @@ async def test_those_that_wait_move_first(quick):
     moved = [request.request_id for request in fast.requests[4:]]
     assert moved[:3] == first[:0:-1]  # the youngest first
     assert all(not request.output_token_ids for request in fast.requests[4:7])
+    await router.close()
+
+
+async def test_what_is_nearly_done_stays(quick):
+    """Half of the requests have more behind them than before them."""
+    slow, fast = EchoEngine(delay=0.03), EchoEngine(delay=0.002)
+    router = Router([slow, fast], routing=LeastWork())
+    await router.start()
+    requests = [engine_request(f"r{i}", prompt=(7,) * (40 if i % 4 else 2), max_tokens=40) for i in range(8)]
+    await asyncio.gather(*(collect(router.generate(request)) for request in requests))
+    moved = {request.request_id for request in fast.requests if request.output_token_ids}
+    there = {request.request_id for request in slow.requests}
+    assert moved == {request.request_id for request in requests if len(request.prompt_token_ids) == 2} & there
     await router.close()
 
 
