@@ -64,7 +64,8 @@ class WorkerDied(PhalanxError):
     """By a signal; for want of memory; by itself; no progress; not reached any more; an error of its own."""
 
     def __init__(self, rank: int, cause: str, *, node: str = "", kind: str = "failed", silent: float | None = None):
-        super().__init__(f"Worker {rank}{f' on {node}' if node else ''} died: {cause}.")
+        who = f"Worker {rank}" if rank >= 0 else "The engine process"
+        super().__init__(f"{who}{f' on {node}' if node else ''} died: {cause}.")
         self.rank = rank
         self.cause = cause
         self.node = node
