@@ -54,7 +54,8 @@ def with_layout(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
         _check_fits(plan, known, replicas)
     cache = config.cache
     if known and replicas > 1:
-        each = max(plan.budget.kv_bytes(rank) for rank in plan.budget.ranks)
+        ranks = plan.budget.ranks
+        each = max(min(rank.kv_budget for rank in ranks), *(plan.budget.kv_bytes(rank) for rank in ranks))
         cache = dataclasses.replace(cache, kv_cache_memory_bytes=each)
     return dataclasses.replace(config, cache=cache, parallel=_written_out(parallel, plan))
 
