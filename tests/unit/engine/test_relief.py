@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.engine import recovery as recovery_module
 from phalanx.engine import relief as relief_module
 from phalanx.engine import router as router_module
 from phalanx.engine.client import EngineOutput
@@ -219,6 +221,49 @@ async def test_an_abort_while_it_moves_is_an_abort(quick):
     for request_id in ids:
         assert found[request_id][-1].finish_reason in ("abort", "length")
     assert any(outputs[-1].finish_reason == "abort" for outputs in found.values())
+    await router.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_moves_and_losses_and_aborts_at_random(seed, monkeypatch):
+    """Whatever happens to a request, its tokens come once, in order, and it ends once; nothing is left behind."""
+    monkeypatch.setattr(recovery_module, "BACK_OFF_S", (0.0, 0.005))
+    draw, engines = random.Random(seed), []
+
+    def make() -> EchoEngine:
+        engines.append(EchoEngine(delay=0.001 * draw.randrange(3), die_after=draw.choice([None, None, 150])))
+        return engines[-1]
+
+    router = Router([make() for _ in range(3)], make=make, relieve=True)
+    await router.start()
+    requests = [
+        engine_request(f"r{i}", prompt=(i, i + 1, i + 2), max_tokens=draw.randrange(1, 60), prompt_logprobs=0)
+        for i in range(40)
+    ]
+    streams = [asyncio.create_task(collect(router.generate(request))) for request in requests]
+    aborted = set()
+    while not all(stream.done() for stream in streams):
+        await asyncio.sleep(0.001)
+        source, target = draw.sample(range(3), 2)
+        await router._move(Move(source, target, draw.randrange(1, 6)))
+        if draw.random() < 0.1:
+            aborted.add(f"r{draw.randrange(40)}")
+            await router.abort(max(aborted))
+    for request, stream in zip(requests, streams, strict=True):
+        outputs = stream.result()
+        tokens = tokens_of(outputs)
+        assert tokens == [request.prompt_token_ids[n % 3] for n in range(len(tokens))]
+        reasons = [output.finish_reason for output in outputs if output.finish_reason]
+        assert len(reasons) == 1
+        assert outputs[-1].finish_reason == reasons[0]
+        if reasons != ["abort"]:
+            assert (reasons, len(tokens)) == (["length"], request.sampling.max_tokens)
+            assert sum(len(output.prompt_logprobs or ()) for output in outputs) == 2
+        else:
+            assert request.request_id in aborted
+    assert sum(each.relieved for each in router.status().engines) > 3
+    assert [each.outstanding for each in router.status().engines] == [0, 0, 0]
+    assert [engine.pending for engine in router._engines] == [0, 0, 0]
     await router.close()
 
 
