@@ -80,7 +80,7 @@ def open_engine(
     a `supervisor` that is given is used for the ranks, and ended with them; `life` counts the processes in this one's
     place; other nodes call at `door`, if it is open already. Raises UserError, WorkerDied."""
     begin = time.monotonic()
-    executor = make_executor(config, supervisor=supervisor, choose=splitter(config), door=door)
+    executor = make_executor(config, supervisor=supervisor, choose=splitter(config), door=door, life=life)
     try:
         layout = executor.start(config, progress)
         grammars = LazyGrammars(config, layout.vocab_size)

@@ -21,11 +21,13 @@ def make_executor(
     supervisor: SupervisorProcess | None = None,
     choose: Choose | None = None,
     door: socket.socket | None = None,
+    life: int = 1,
 ) -> Executor:
     """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none.
     `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. Other nodes
-    call at `door`, if it is open already. Raises ConfigError for a layout that the model cannot be cut into, before any
-    rank starts, and CheckpointError when the model cannot be read."""
+    call at `door`, if it is open already; in a later `life` those that do not come back are done without. Raises
+    ConfigError for a layout that the model cannot be cut into, before any rank starts, and CheckpointError when the
+    model cannot be read."""
     parallel = config.parallel
     if supervisor is not None and not parallel.forks_ranks:
         supervisor.close()
@@ -47,7 +49,10 @@ def make_executor(
     if parallel.nnodes > 1:
         from phalanx.executor.nodes import nodes_executor
 
-        return nodes_executor(config, layout, choose=choose, door=door)
+        return nodes_executor(
+            config, layout, choose=choose, door=door,
+            patience=config.recovery.replacement_timeout if life > 1 else None,
+        )  # fmt: skip
     return multiprocess_executor(layout, device=config.model.device, supervisor=supervisor, choose=choose)
 
 

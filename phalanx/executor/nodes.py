@@ -82,10 +82,12 @@ class NodesLauncher:
 
     def __init__(
         self, config: EngineConfig, layout: Layout, *,
-        door: socket.socket | None = None, limit: float = JOIN_LIMIT_S, report: float = REPORT_S,
+        door: socket.socket | None = None, patience: float | None = None,
+        limit: float = JOIN_LIMIT_S, report: float = REPORT_S,
     ):  # fmt: skip
-        """`door` as `interfaces.open_door` makes it, here or in another process. Raises ConfigError for an address or a
-        port that cannot be used."""
+        """`door` as `interfaces.open_door` makes it, here or in another process. After `patience` seconds it goes on
+        with the nodes that are there; None waits for all of them. Raises ConfigError for an address or a port that
+        cannot be used."""
         parallel = config.parallel
         self._door = door or open_door(parallel)
         self._door.setblocking(False)
@@ -95,6 +97,7 @@ class NodesLauncher:
         self.refused = 0
         """Callers turned away."""
         self._config, self._layout, self._limit, self._report = config, layout, limit, report
+        self._patience = patience
         self._nnodes, self._encrypt = parallel.nnodes, parallel.encrypt_transport
         self._session = secrets.token_bytes(32)
         secret = root_secret(parallel.transport_key, parallel.master_port)
@@ -245,7 +248,9 @@ class NodesLauncher:
             raise
         groups = self._layout.mesh.widths * (self._layout.mesh.dp * self._layout.mesh.cp)
         capacity = [_cores(), *(node.hello.cores for node in self._in_order())]
-        counts = deal(groups, capacity)
+        dealt = deal(groups, capacity)
+        on = dict(zip((0, *sorted(self._nodes)), dealt, strict=True))
+        counts = tuple(on.get(number, 0) for number in range(self._nnodes))
         for first, last in crossing(groups, counts):
             log.warning(
                 "Ranks %d to %d share every layer across nodes: each token waits for the network twice a layer. "
@@ -256,10 +261,10 @@ class NodesLauncher:
         self._counts = counts
         first = 0
         shares = []
-        for count, name in zip(counts, ("node 0", *(n.shown for n in self._in_order())), strict=True):
+        for count, name in zip(dealt, ("node 0", *(n.shown for n in self._in_order())), strict=True):
             shares.append(f"{_ranks(first, count)} on {name}")
             first += count
-        log.info("All %d nodes are here and reach each other: %s.", self._nnodes, ", ".join(shares))
+        log.info("%d of %d nodes are here and reach each other: %s.", len(dealt), self._nnodes, ", ".join(shares))
 
     def _await_nodes(self) -> None:
         begin = said = time.monotonic()
@@ -269,7 +274,11 @@ class NodesLauncher:
                 if not missing:
                     return
                 self._changed.wait(0.25)
-            now = time.monotonic()
+                now = time.monotonic()
+                if self._patience is not None and now - begin > self._patience:
+                    log.warning("Going on without %s of %d.", _numbers(missing), self._nnodes)
+                    self._complete = True
+                    return
             if now - begin > self._limit:
                 raise ConfigError(
                     f"Waited {self._limit:g} s at {self._at} for {_numbers(missing)} of {self._nnodes}, in vain.",
@@ -559,10 +568,12 @@ class NodesLauncher:
 
 
 def nodes_executor(
-    config: EngineConfig, layout: Layout, *, choose: Choose | None = None, door: socket.socket | None = None
-) -> HubExecutor:
-    """For node 0 of several. Raises ConfigError for an address or a port that cannot be used."""
-    launcher = NodesLauncher(config, layout, door=door)
+    config: EngineConfig, layout: Layout, *,
+    choose: Choose | None = None, door: socket.socket | None = None, patience: float | None = None,
+) -> HubExecutor:  # fmt: skip
+    """For node 0 of several; `door` and `patience` as for its launcher. Raises ConfigError for an address or a port
+    that cannot be used."""
+    launcher = NodesLauncher(config, layout, door=door, patience=patience)
     executor = HubExecutor(
         launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key, choose=choose
     )

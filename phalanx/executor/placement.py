@@ -211,8 +211,9 @@ def shortage(asked: str, demand: Demand, sites: Sequence[Site], takers: Sequence
     """What is asked, what exists, what is taken by whom."""
     names = {site.node: f"{site.name} ({site.node[:8]})" for site in sites}
     exists = "; ".join(_describe(site, demand) for site in sites) or "nothing"
+    gone = "a node that is gone"
     held = "; ".join(
-        f"{taker.who} holds {amounts(dict(sorted(taker.resources.items())))} on {names.get(taker.node, 'a node that is gone')}"
+        f"{taker.who} holds {amounts(dict(sorted(taker.resources.items())))} on {names.get(taker.node, gone)}"
         for taker in takers
     )
     return f"Asked: {asked}. There is: {exists}. Taken: {held or 'nothing that Ray knows of'}."

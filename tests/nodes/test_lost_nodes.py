@@ -3,6 +3,7 @@ node that is started again is taken in when nobody is waiting."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from pathlib import Path
@@ -81,6 +82,19 @@ def test_a_killed_node_and_its_return(two_hosts: list[Host], tiny: Path, tmp_pat
         cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 30)
         assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 20), cluster.outputs()
         assert cluster.complete(PROMPT, TOKENS) == expected
+
+
+@pytest.mark.slow
+def test_an_engine_lost_after_a_node(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
+    """The next engine does not wait for a node that does not come back."""
+    with running(two_hosts, tmp_path, str(tiny), "-tp", "2", *OPTIONS) as cluster:
+        two_hosts[1].kill()
+        assert cluster.complete(PROMPT, TOKENS) == expected
+        asking = Asking(cluster)
+        asking.under_way()
+        os.kill(status(cluster)["engine"]["pid"], signal.SIGKILL)
+        assert asking.answer() == expected
+        assert ranks(cluster) == ["host0", "host0"]
 
 
 @pytest.mark.slow
