@@ -18,10 +18,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """No Ray of this machine is found, and no token of its user."""
-    home = tmp_path_factory.mktemp("home")
+    """No Ray of this machine is found. The token is its user's: Ray reads it once in a process."""
+    folder = tmp_path_factory.mktemp("ray")
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-            patch.delenv(name, raising=False)
-        with env.changed(RAY_TMPDIR=str(home), HOME=str(home), OMP_NUM_THREADS="1"):
-            yield home
+        patch.delenv("RAY_ADDRESS", raising=False)
+        with env.changed(RAY_TMPDIR=str(folder), OMP_NUM_THREADS="1"):
+            yield folder

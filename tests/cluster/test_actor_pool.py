@@ -114,6 +114,7 @@ def answers(ray, actor) -> int | None:
         return None
 
 
+@pytest.mark.slow
 def test_who_restarts_an_actor(ray) -> None:
     """Ray, while the class allows it: meanwhile the others have its work. Then the pool, with another actor."""
     options = {"num_cpus": 0, "max_restarts": 1}
@@ -134,6 +135,7 @@ def test_who_restarts_an_actor(ray) -> None:
         assert "process" in pool.describe()[index]["cause"]
 
 
+@pytest.mark.slow
 def test_refusals(ray) -> None:
     began = time.monotonic()
     refused(lambda: RayActorPool(Broken, 2), "constructor of Broken on ", "ValueError: the spring is broken")
@@ -200,6 +202,7 @@ def test_a_hundred_operations_at_random(ray) -> None:
         assert wait_until(lambda: len(RayView(ray).living_actors()) == 2, 10)
 
 
+@pytest.mark.slow
 def test_a_hung_actor_delays_nobody(ray) -> None:
     with RayActorPool(Echo, 2, actor_options={"num_cpus": 0, "max_restarts": 0}, pool_limits=QUICK) as pool:
         actor, index = pool.get_actor()
@@ -216,6 +219,7 @@ def test_a_hung_actor_delays_nobody(ray) -> None:
         assert wait_until(lambda: pool.health_check()[index] == "ready", 20)
 
 
+@pytest.mark.slow
 def test_scaling_down_lets_work_end_and_many_threads_share_a_pool(ray) -> None:
     with RayActorPool(Echo, 2, actor_options={"num_cpus": 0}) as pool:
         actor, index = pool.get_actor()

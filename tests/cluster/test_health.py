@@ -53,6 +53,7 @@ def cluster() -> Iterator[RayCluster]:
         yield made
 
 
+@pytest.mark.slow
 def test_calls_are_tried_again_when_that_can_help(cluster, tmp_path) -> None:
     clerk = cluster.ray.remote(max_restarts=5, num_cpus=0)(Clerk).remote(str(tmp_path))
     assert fault_tolerant_execute(clerk, "fail", 2, kind="os") == "done"
@@ -73,6 +74,7 @@ def test_calls_are_tried_again_when_that_can_help(cluster, tmp_path) -> None:
     cluster.ray.kill(clerk)
 
 
+@pytest.mark.slow
 def test_the_status(cluster) -> None:
     clerk = cluster.ray.remote(num_cpus=1, name="clerk")(Clerk).remote()
     pid = cluster.ray.get(clerk.pid.remote())
@@ -109,6 +111,7 @@ class Hook:
         return f"http://127.0.0.1:{self.server.server_port}/"
 
 
+@pytest.mark.slow
 def test_a_monitor_and_a_node_that_dies(cluster) -> None:
     """Events reach log, metrics and webhook; actors of a pool on the dead node are made again elsewhere."""
     hook = Hook()
@@ -147,6 +150,7 @@ def test_a_monitor_and_a_node_that_dies(cluster) -> None:
     hook.server.shutdown()
 
 
+@pytest.mark.slow
 def test_no_room_and_full_memory_are_events(cluster) -> None:
     monitor = monitor_cluster_health(0.2, limits=HealthLimits(memory=0.0001, looks=1))
     try:
@@ -159,6 +163,7 @@ def test_no_room_and_full_memory_are_events(cluster) -> None:
         monitor.stop()
 
 
+@pytest.mark.slow
 def test_groups_of_several_bundles(cluster) -> None:
     small = {"gpus_per_node": 0, "cpus_per_node": 1, "memory_per_node": 0.1}
     group = create_placement_group(RayConfig(num_nodes=2, placement_strategy="STRICT_SPREAD", **small))

@@ -21,6 +21,7 @@ def test_every_public_name_is_on_the_page() -> None:
         assert getattr(phalanx.cluster, name) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_the_examples_run(model: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)

@@ -3,6 +3,7 @@ mid-answer, users' own workers, mistakes, and what is left."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -103,7 +104,7 @@ def as_answers(responses: list[Response]) -> list[tuple[str, list[int], str | No
 GREEDY = SamplingConfig(temperature=0.0, max_tokens=20)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def engine(ray, model) -> Iterator[RayDistributedEngine]:
     with RayDistributedEngine(
         model_name=model, data_parallel_size=2, worker_cls=CustomRayWorker, custom_param=7, **SMALL
@@ -219,6 +220,7 @@ class TestMistakes:
         refused(lambda: engine(model, max_model_len="long"), ConfigError, "'long' is not a size")
         refused(lambda: engine(model, actor_options={"cpu": 1}), ConfigError, "options for RayWorker are no good")
 
+    @pytest.mark.slow
     def test_a_constructor_that_raises(self, clean, model) -> None:
         refused(
             lambda: RayDistributedEngine(model, worker_cls=Stillborn),
@@ -227,9 +229,11 @@ class TestMistakes:
             "OSError: no such spring",
         )
 
+    @pytest.mark.slow
     def test_a_model_that_the_node_does_not_have(self, clean) -> None:
         refused(lambda: RayDistributedEngine("/no/such/model"), ConfigError, "/no/such/model", "RayWorker on ")
 
+    @pytest.mark.slow
     def test_more_than_there_is(self, clean, model) -> None:
         refused(
             lambda: RayDistributedEngine(model, tensor_parallel_size=2, num_gpus_per_worker=1, **SMALL),
@@ -238,6 +242,7 @@ class TestMistakes:
             "GPU 0 of 0 free",
         )
 
+    @pytest.mark.slow
     def test_a_generate_that_raises_or_returns_something_else(self, clean, model) -> None:
         with RayDistributedEngine(model, worker_cls=clean.remote(num_cpus=1)(Grumbler), **SMALL) as engine:
             assert clean.available_resources()["CPU"] == 2, "the decoration's CPU and the rank's"
@@ -304,13 +309,18 @@ def test_the_published_examples_as_they_stand(alone, model, tmp_path, example, l
     until the second one is there.)"""
     script = tmp_path / "example.py"
     script.write_text(f"{IMPORTS}{example}{look}\n".replace('"..."', repr(model)))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == said, done.stdout
     assert done.stderr == ""
 
     def left() -> list[str]:
-        titles = [_title(int(p.name)) for p in Path("/proc").iterdir() if p.name.isdigit()]
-        return [title for title in titles if str(alone) in title]
+        found = []
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if process.name.isdigit() and str(tmp_path).encode() in (process / "environ").read_bytes():
+                    found.append(_title(int(process.name)))
+        return found
 
     assert wait_until(lambda: not left(), 10), left()

@@ -86,7 +86,9 @@ class TestHealth:
         assert state.tick(11.5) == [Action(Do.START, 0, 2)]
         assert "did not answer" in state.places[0].cause
         state.answered(0, 1, 12)
-        assert state.places[0].state == STARTING, "the late answer was another life's"
+        state.started(0, 1, 12)
+        assert state.crashed(0, 1, 12) == [] and state.useless(0, 1, 12) == []
+        assert state.places[0].state == STARTING, "what came late was another life's"
 
     def test_one_who_looks_rarely_kills_nobody_for_it(self):
         state = pool(1)
