@@ -179,7 +179,7 @@ class Router:
                             if self._must_leave(engine, rid):
                                 break
                         else:
-                            if not cursor.leaving:
+                            if cursor.finished or not cursor.leaving:
                                 return
                 except EngineDead as error:
                     failed.add(client)
@@ -205,6 +205,7 @@ class Router:
             async with aclosing(stream) as outputs:
                 async for output in outputs:
                     if output.error is not None:
+                        cursor.leaving = False
                         yield output
                         return
                     leaves = cursor.leaving and output.finish_reason == "abort" and not cursor.aborted
