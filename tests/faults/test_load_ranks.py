@@ -64,7 +64,12 @@ class TestKilledWhileStarting:
 
     @pytest.mark.parametrize(
         ("phase", "doing"),
-        [("weights", "load the model"), ("kv cache", "allocate its cache"), ("warm-up", "allocate its cache")],
+        # so small a model may have been read before the signal comes
+        [
+            ("weights", "(load the model|measure its memory)"),
+            ("kv cache", "allocate its cache"),
+            ("warm-up", "allocate its cache"),
+        ],
     )
     def test_in_each_phase(self, supervisor, config, phase, doing):
         executor = mp_executor(supervisor, Mesh(pp=2))
