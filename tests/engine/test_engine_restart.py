@@ -131,7 +131,9 @@ async def test_killed_in_mid_stream(engine):
     assert engine.info.pid != pid
     assert not alive(pid)
     recovery = status.recoveries[-1]
-    assert (recovery.rank, recovery.kind, recovery.plan) == (-1, "killed", "restart")
+    assert (recovery.rank, recovery.plan) == (-1, "restart")
+    # Another test may have the kernel end a process for want of memory at this moment; then that is suspected here.
+    assert recovery.cause.startswith("it was killed by SIGKILL")
     assert recovery.detection_s < 0.5
     assert recovery.resumed == 7
     assert recovery.recomputed >= 200
