@@ -22,6 +22,7 @@ from phalanx.checkpoint.locate import locate
 from phalanx.engine.replica import Replica
 from phalanx.engine.resolution import for_engine, resolved
 from phalanx.engine.router import Router
+from phalanx.executor.death import kind_of
 from phalanx.server.app import create_app
 from tests.helpers.engine_requests import collect, engine_request, tokens_of
 from tests.helpers.processes import alive, descendants, until
@@ -134,6 +135,7 @@ async def test_killed_in_mid_stream(engine):
     assert (recovery.rank, recovery.plan) == (-1, "restart")
     # Another test may have the kernel end a process for want of memory at this moment; then that is suspected here.
     assert recovery.cause.startswith("it was killed by SIGKILL")
+    assert recovery.kind == kind_of(recovery.cause) in ("killed", "out_of_memory")
     assert recovery.detection_s < 0.5
     assert recovery.resumed == 7
     assert recovery.recomputed >= 200
