@@ -1,8 +1,9 @@
 """What a process died of, in words: its wait status, and whether the kernel ended it for want of memory.
 
 The kernel does not say so to the parent; it counts. A control group counts the processes that it lost that way
-(`oom_kill`, in cgroup v1 and v2), whichever limit was reached, and so does the machine. Counts are looked at now and
-then, so that only what happened lately is blamed. Reads files under `/proc` and `/sys` only.
+(`oom_kill`, in cgroup v1 and v2), whichever limit was reached, its own or the machine's; where no group counts, the
+machine's own count can only hint. Counts are looked at now and then, so that only what happened lately is blamed. Reads
+files under `/proc` and `/sys` only.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from phalanx.worker.limits import group_folders
 from phalanx.worker.memory import readable
 
-_COUNTERS = ("memory.events", "memory.oom_control")
+_COUNTERS = ("memory.events.local", "memory.events", "memory.oom_control")
+"""The first that counts stands: `memory.events` also counts the groups below."""
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _UNLIMITED = 2**60
 
@@ -47,9 +49,11 @@ class MemoryKills:
 
     def blame(self, process: int) -> str | None:
         """Why the kernel has just ended `process`, if it was for want of memory."""
-        folders, now = self._folders.pop(process, []), self._sample()
-        own = folders[0] if folders else None
-        if own is not None and _count(own) > self._older.groups.get(own, 0):
+        folders = self._folders.pop(process, [])
+        count = _count(folders[0]) if folders else None
+        if count is not None:
+            if count <= self._older.groups.get(folders[0], 0):
+                return None
             limits = [n for folder in folders for n in _numbers(folder) if n < _UNLIMITED]
             if limits:
                 return (
@@ -57,17 +61,22 @@ class MemoryKills:
                     "more, or the KV cache less"
                 )
             return "out of memory: the kernel ended it"
-        if now.machine > self._older.machine:
+        if _machine(self._root) > self._older.machine:
             return "out of memory, it seems: at that time the kernel ended a process for want of it"
         return None
 
     def _sample(self) -> _Sample:
-        groups = {folders[0]: _count(folders[0]) for folders in self._folders.values()}
-        return _Sample(_field(self._root / "proc/vmstat", "oom_kill"), groups)
+        groups = {folders[0]: _count(folders[0]) or 0 for folders in self._folders.values()}
+        return _Sample(_machine(self._root), groups)
 
 
-def _count(folder: Path) -> int:
-    return max(_field(folder / name, "oom_kill") for name in _COUNTERS)
+def _count(folder: Path) -> int | None:
+    """How many processes of a group were lost; None where it does not count them."""
+    return next((count for name in _COUNTERS if (count := _field(folder / name, "oom_kill")) is not None), None)
+
+
+def _machine(root: Path) -> int:
+    return _field(root / "proc/vmstat", "oom_kill") or 0
 
 
 def _numbers(folder: Path) -> list[int]:
@@ -75,12 +84,12 @@ def _numbers(folder: Path) -> list[int]:
     return [int(text) for text in texts if text.isdigit()]
 
 
-def _field(path: Path, name: str) -> int:
+def _field(path: Path, name: str) -> int | None:
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdigit():
             return int(value)
-    return 0
+    return None
 
 
 def _text(path: Path) -> str:

@@ -35,7 +35,7 @@ from phalanx.executor.messages import RankStart
 
 _PR_SET_PDEATHSIG = 1
 
-_LOOK_MS = 1000
+_LOOK_MS = 500
 
 _WORDS = 1000
 """Bytes of a rank's last words."""

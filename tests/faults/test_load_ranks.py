@@ -183,25 +183,28 @@ def group() -> Iterator[Path]:
 
 
 def test_out_of_memory_is_told_apart_with_the_limit(supervisor, tmp_path, group):
-    """Rank 1 is in a control group whose limit falls below what it is about to use."""
+    """Rank 1 begins in a control group whose limit falls below what it is about to use."""
     folder = write_model(tmp_path / "model")
     facts = json.loads((folder / "config.json").read_text())
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
     (folder / "config.json").write_text(json.dumps(facts | large))
     executor = mp_executor(supervisor, Mesh(tp=2))
 
-    def confine(rank: int, pid: int) -> None:
-        if rank == 1:
-            (group / "cgroup.procs").write_text(str(pid))
+    def release(rank: int, pid: int) -> None:
+        """Ranks begin in their supervisor's group; all others leave it."""
+        leaves = pid if rank == 0 else supervisor._process.pid
+        (group.parent / "cgroup.procs").write_text(str(leaves))
 
     def progress(phase: str, share: float) -> None:
         name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
         (group / name).write_text(str(64 << 20))
 
-    launcher(executor).on_start = confine
+    launcher(executor).on_start = release
     words = rf"Worker 1 on {NODE} died: it was killed by SIGKILL \(out of memory.*\) before it could load the model"
-    with fails_cleanly(supervisor, 20), pytest.raises(WorkerDied, match=words):
-        executor.start(engine_config(folder, load_format="dummy", kv_cache_memory_bytes="16M"), progress)
+    with fails_cleanly(supervisor, 20):
+        (group / "cgroup.procs").write_text(str(supervisor._process.pid))
+        with pytest.raises(WorkerDied, match=words):
+            executor.start(engine_config(folder, load_format="dummy", kv_cache_memory_bytes="16M"), progress)
 
 
 class TestWords:
@@ -236,6 +239,18 @@ class TestWords:
         group.write_text("0::/\n")  # what a zombie is in
         counts.write_text("low 0\noom_kill 3\n")
         assert "its control group may use 64.0 MiB" in kills.blame(7)
+
+    def test_of_memory_elsewhere(self, tmp_path):
+        """Its own group counts, and has not lost anybody."""
+        (tmp_path / "sys/fs/cgroup/memory/a").mkdir(parents=True)
+        (tmp_path / "sys/fs/cgroup/memory/a/memory.oom_control").write_text("oom_kill 0\n")
+        (tmp_path / "proc/7").mkdir(parents=True)
+        (tmp_path / "proc/7/cgroup").write_text("4:memory:/a\n")
+        (tmp_path / "proc/vmstat").write_text("oom_kill 5\n")
+        kills = MemoryKills(tmp_path)
+        kills.look([7])
+        (tmp_path / "proc/vmstat").write_text("oom_kill 6\n")
+        assert kills.blame(7) is None
 
     def test_of_memory_that_was_short_long_ago(self, tmp_path):
         (tmp_path / "proc").mkdir()

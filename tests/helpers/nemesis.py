@@ -253,6 +253,7 @@ class Nemesis:
             self._groups.freeze([pid])
         elif case.fault == "out_of_memory":
             self._groups.starve(pid, 1 << 16)
+            self._hit_at = time.monotonic()
         else:
             raise AssertionError(f"{case.fault} cannot be done from outside")
 

@@ -227,10 +227,14 @@ class Groups:
         return folder
 
     def starve(self, pid: int, limit: int) -> Path:
-        """No page more than `limit` bytes from now on."""
+        """No page more than `limit` bytes. It stands still until whoever watches over it has seen its new group, or
+        nobody could tell what it died of."""
         folder = self.make("memory")
-        (folder / "memory.limit_in_bytes").write_text(str(limit))
+        os.kill(pid, signal.SIGSTOP)
         (folder / "cgroup.procs").write_text(str(pid))
+        time.sleep(0.75)
+        (folder / "memory.limit_in_bytes").write_text(str(limit))
+        os.kill(pid, signal.SIGCONT)
         return folder
 
     def close(self) -> None:
