@@ -6,9 +6,8 @@ import asyncio
 import gzip
 import io
 import json
-import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -412,14 +411,10 @@ async def test_an_endless_template_is_stopped_and_others_are_served() -> None:
 
 
 @pytest.fixture
-def log_lines() -> Iterator[Any]:
+def log_lines() -> Any:
     stream = io.StringIO()
-    logger = configure("debug", stream=stream)
-    yield stream.getvalue
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    logger.propagate = True
-    logger.setLevel(logging.NOTSET)
+    configure("debug", stream=stream)
+    return stream.getvalue
 
 
 async def test_logs_hold_no_keys_no_prompts_and_no_forged_lines(log_lines: Any) -> None:

@@ -11,10 +11,7 @@ POISON = "id\r\n2026-01-01 INFO forged \x1b[31mred\x07 \x85\u2028end"
 
 @pytest.fixture
 def stream():
-    logger = logging.getLogger("phalanx")
-    before = (logger.handlers[:], logger.level, logger.propagate)
-    yield io.StringIO()
-    logger.handlers[:], logger.level, logger.propagate = before[0], before[1], before[2]
+    return io.StringIO()
 
 
 def test_text_lines_cannot_be_forged(stream):
