@@ -13,13 +13,17 @@ WORKERS ?= 2
 # Each test worker and each server that it starts computes on one thread; more would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup serve demo chaos soak test test-all test-optimized check format docs lock clean
+.PHONY: help setup native serve demo chaos soak test test-all test-optimized check format docs lock clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 setup:  ## make .venv with everything, and fetch the demo model (quick when done)
 	@scripts/setup
+
+native:  ## build the native library again after a change in native/ (make setup does it too, but from scratch)
+	@$(BIN)/cmake -S native -B build/native -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python --log-level=WARNING >/dev/null
+	@$(BIN)/cmake --build build/native
 
 serve:  ## start the server on 127.0.0.1:8000 (PORT=… MODEL=… ARGS=…)
 	@SETUP_DEMO=$(if $(MODEL),0,1) scripts/setup

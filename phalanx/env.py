@@ -36,6 +36,11 @@ def debug() -> bool:
     return os.environ.get("PHALANX_DEBUG", "") not in ("", "0")
 
 
+def kernels() -> str:
+    """`PHALANX_KERNELS`: an instruction set for the native kernels, `torch` for none of them, or empty: the best."""
+    return os.environ.get("PHALANX_KERNELS", "")
+
+
 def fault() -> str:
     """`PHALANX_FAULT`: faults that a test wants, see `phalanx.fault_point`."""
     return os.environ.get("PHALANX_FAULT", "")

@@ -25,6 +25,7 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.pulse import Pulse
 from phalanx.errors import ConfigError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerStatus
+from phalanx.kernels.library import use_threads
 from phalanx.loading.loader import load_decoder
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import read_spec
@@ -125,6 +126,7 @@ class Worker:
         if not self._checked:
             self.check_memory()
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+        use_threads(torch.get_num_threads())
         if self.device.type == "cpu":
             check_products(DTYPES[self.config.model.dtype])
 

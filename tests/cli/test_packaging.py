@@ -15,22 +15,24 @@ from tests.helpers.source import PACKAGE, ROOT
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    skipped = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PACKAGE, source / "phalanx", ignore=skipped)
+    shutil.copytree(PACKAGE, source / "phalanx", ignore=shutil.ignore_patterns("__pycache__", "_native.*"))
+    built = shutil.ignore_patterns("CMakeCache.txt", "CMakeFiles", "*.ninja", ".ninja*", "*.a")
+    shutil.copytree(ROOT / "native", source / "native", ignore=built)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*command, str(source)], check=True, timeout=120)
+    subprocess.run([*command, str(source)], check=True, timeout=240)
     return next(folder.glob("phalanx-*.whl"))
 
 
 def test_content(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     packed = {name for name in names if name.startswith("phalanx/")}
+    (library,) = [name for name in packed if "/_native." in name]
     source = {
         str(path.relative_to(ROOT)) for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts
     }
-    assert packed == source
+    assert packed - {library} == {name for name in source if "/_native." not in name}
     assert "phalanx/py.typed" in packed
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"phalanx"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -1,0 +1,63 @@
+#include "cpu.hpp"
+
+#if defined(__linux__) && defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+namespace phalanx {
+namespace {
+
+std::vector<Isa> detect() {
+  std::vector<Isa> found{Isa::generic};
+#if defined(__x86_64__)
+  // The compiler's runtime asks the processor, and the operating system whether it saves the wide registers.
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2")) {
+    found.push_back(Isa::avx2);
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
+    if (wide) found.push_back(Isa::avx512);
+    if (wide && __builtin_cpu_supports("avx512bf16")) found.push_back(Isa::avx512bf16);
+  }
+#elif defined(__linux__) && defined(__aarch64__)
+  if (getauxval(AT_HWCAP) & (1 << 20)) found.push_back(Isa::dotprod);  // HWCAP_ASIMDDP
+#endif
+  return found;
+}
+
+Isa& chosen() {
+  static Isa isa = available().back();
+  return isa;
+}
+
+}  // namespace
+
+const std::vector<Isa>& available() {
+  static const std::vector<Isa> found = detect();
+  return found;
+}
+
+Isa active() { return chosen(); }
+
+bool choose(const std::string& name) {
+  for (Isa isa : available()) {
+    if (name == name_of(isa)) {
+      chosen() = isa;
+      return true;
+    }
+  }
+  return false;
+}
+
+const char* name_of(Isa isa) {
+  switch (isa) {
+    case Isa::avx2: return "avx2";
+    case Isa::avx512: return "avx512";
+    case Isa::avx512bf16: return "avx512bf16";
+    case Isa::dotprod: return "dotprod";
+    default: return "generic";
+  }
+}
+
+}  // namespace phalanx

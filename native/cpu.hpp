@@ -1,0 +1,54 @@
+// Which instruction set the kernels use. Each kernel is compiled for all that the compiler's target has; the best one
+// that processor and operating system allow is chosen when the module is loaded, or by name afterwards.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace phalanx {
+
+enum class Isa { generic, avx2, avx512, avx512bf16, dotprod };
+
+// What this machine can run, the least first. avx512 includes VNNI, as avx512bf16 does.
+const std::vector<Isa>& available();
+// For tests: false when this machine cannot run it.
+bool choose(const std::string& name);
+Isa active();
+const char* name_of(Isa isa);
+
+
+// In a kernel's header, after `struct Table { … function pointers … };`:
+//     PHALANX_DECLARE_TABLES(Table, table_name)
+// declares phalanx::<isa>::table_name for each, and phalanx::table_name(), which picks the active one's.
+// kernels/<name>.cpp defines phalanx::PHALANX_ISA::table_name.
+#define PHALANX_DECLARE_TABLES(Table, table)          \
+  PHALANX_DECLARE_EACH_(Table, table)                 \
+  inline const Table& table() {                       \
+    switch (active()) {                               \
+      PHALANX_CASES_(table)                           \
+      default: return generic::table;                 \
+    }                                                 \
+  }
+
+#if defined(__x86_64__)
+#define PHALANX_DECLARE_EACH_(Table, table)             \
+  namespace generic { extern const Table table; }     \
+  namespace avx2 { extern const Table table; }        \
+  namespace avx512 { extern const Table table; }      \
+  namespace avx512bf16 { extern const Table table; }
+#define PHALANX_CASES_(table)                           \
+  case Isa::avx2: return avx2::table;                 \
+  case Isa::avx512: return avx512::table;             \
+  case Isa::avx512bf16: return avx512bf16::table;
+#elif defined(__aarch64__)
+#define PHALANX_DECLARE_EACH_(Table, table)             \
+  namespace generic { extern const Table table; }     \
+  namespace dotprod { extern const Table table; }
+#define PHALANX_CASES_(table) \
+  case Isa::dotprod: return dotprod::table;
+#else
+#define PHALANX_DECLARE_EACH_(Table, table) namespace generic { extern const Table table; }
+#define PHALANX_CASES_(table)
+#endif
+
+}  // namespace phalanx

@@ -1,0 +1,24 @@
+#include "bindings.hpp"
+#include "cpu.hpp"
+#include "team.hpp"
+
+namespace phalanx {
+
+void bind_pointwise(nb::module_& m);
+
+NB_MODULE(_native, m) {
+  m.doc() = "Kernels for CPUs; see phalanx/kernels for what each does.";
+  m.def("instruction_sets", [] {
+    std::vector<std::string> names;
+    for (Isa isa : available()) names.emplace_back(name_of(isa));
+    return names;
+  });
+  m.def("active_instruction_set", [] { return std::string(name_of(active())); });
+  m.def("choose_instruction_set", &choose);
+  m.def("set_team", &set_team);
+  m.def("set_team_spin", &set_team_spin);
+  m.def("team_size", &team_size);
+  bind_pointwise(m);
+}
+
+}  // namespace phalanx
