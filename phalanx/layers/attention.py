@@ -9,16 +9,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from phalanx.attention.base import AttentionBackend, AttentionShape, LayerCache, StepLayout
 from phalanx.distributed.partition import Partition
+from phalanx.layers.layer import Layer
 from phalanx.layers.linear import ColumnLinear, LinearContext, Output, RowLinear
 from phalanx.layers.norm import Norm
 from phalanx.layers.rotary import Turn
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """[T, hidden] -> the same; writes the step's keys and values into `cache`."""
 
     def __init__(
@@ -26,7 +26,6 @@ class Attention(nn.Module):
         backend: AttentionBackend, context: LinearContext, *, qkv_bias: bool, out_bias: bool,
         q_norm: Norm | None, k_norm: Norm | None,
     ):  # fmt: skip
-        super().__init__()
         self.shape = shape
         self.backend = backend
         dim = shape.head_dim

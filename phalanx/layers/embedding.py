@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from phalanx.distributed.collectives import Group
 from phalanx.distributed.partition import Partition
+from phalanx.layers.layer import Layer
 from phalanx.layers.weights import WeightSlot
 
 
-class VocabularyTable(nn.Module):
+class VocabularyTable(Layer):
     """This rank's rows of a [vocabulary, width] table: looked up as an embedding, multiplied as an output head.
 
     A tied model uses one table for both.
@@ -23,7 +23,6 @@ class VocabularyTable(nn.Module):
         self, name: str, vocabulary: Partition, width: int, group: Group, rank: int, dtype: torch.dtype,
         device: torch.device, *, bias: bool = False,
     ):  # fmt: skip
-        super().__init__()
         self.name = name
         self.vocabulary = vocabulary
         self.group = group
@@ -63,11 +62,10 @@ class VocabularyTable(nn.Module):
         return self.group.all_gather(logits, 1, self.vocabulary.lengths) if self.split else logits
 
 
-class PositionTable(nn.Module):
+class PositionTable(Layer):
     """Learned positions. Whole on every rank."""
 
     def __init__(self, name: str, rows: int, width: int, offset: int, dtype: torch.dtype, device: torch.device):
-        super().__init__()
         self.name = name
         self.offset = offset
         self.weight = torch.empty(rows, width, dtype=dtype, device=device)

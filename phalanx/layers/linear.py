@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from phalanx.distributed.collectives import Group
 from phalanx.distributed.partition import Partition
+from phalanx.layers.layer import Layer
 from phalanx.layers.weights import WeightSlot
 from phalanx.quantization.base import Scheme
 
@@ -39,11 +39,10 @@ class Output:
     partition: Partition
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """y = x Wᵀ + b for this rank's part. x is [T, this rank's inputs], y [T, this rank's outputs]."""
 
     def __init__(self, outputs: Sequence[Output], inputs: Partition, bias: bool, context: LinearContext):
-        super().__init__()
         self.outputs = tuple(outputs)
         self.inputs = inputs
         self.context = context

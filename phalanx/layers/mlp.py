@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from phalanx.distributed.partition import Partition
+from phalanx.layers.layer import Layer
 from phalanx.layers.linear import ColumnLinear, LinearContext, Output, RowLinear
 
 
@@ -23,11 +23,10 @@ def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     raise ValueError(f"no activation '{name}'")
 
 
-class GatedFeedForward(nn.Module):
+class GatedFeedForward(Layer):
     """down(activation(gate(x)) * up(x)): [T, hidden] -> the same."""
 
     def __init__(self, name: str, hidden: int, inner: Partition, activation: str, bias: bool, context: LinearContext):
-        super().__init__()
         self.activation = activation
         self.width = inner.length(context.rank)
         self.gate_up = ColumnLinear((Output(f"{name}.gate", inner), Output(f"{name}.up", inner)), hidden, bias, context)
@@ -38,11 +37,10 @@ class GatedFeedForward(nn.Module):
         return self.down.forward(activate(self.activation, both[:, : self.width]).mul_(both[:, self.width :]))
 
 
-class FeedForward(nn.Module):
+class FeedForward(Layer):
     """down(activation(up(x))): [T, hidden] -> the same."""
 
     def __init__(self, name: str, hidden: int, inner: Partition, activation: str, bias: bool, context: LinearContext):
-        super().__init__()
         self.activation = activation
         self.up = ColumnLinear((Output(f"{name}.up", inner),), hidden, bias, context)
         self.down = RowLinear(f"{name}.down", inner, hidden, bias, context)

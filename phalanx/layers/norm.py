@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
+from phalanx.layers.layer import Layer
 from phalanx.layers.weights import WeightSlot
 
 
-class Norm(nn.Module):
+class Norm(Layer):
     """Over the last axis, computed in float32.
 
     `wide` keeps and applies the weight in float32, before the result is rounded to the input's type.
@@ -21,7 +21,6 @@ class Norm(nn.Module):
         self, name: str, size: int, kind: str, eps: float, *, affine: bool, wide: bool, dtype: torch.dtype,
         device: torch.device,
     ):  # fmt: skip
-        super().__init__()
         self.name = name
         self.size = (size,)
         self.eps = eps

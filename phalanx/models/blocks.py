@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from phalanx.attention.base import AttentionBackend, AttentionShape, LayerCache, StepLayout
 from phalanx.layers.attention import Attention
+from phalanx.layers.layer import Layer
 from phalanx.layers.linear import LinearContext
 from phalanx.layers.mlp import FeedForward, GatedFeedForward
 from phalanx.layers.norm import Norm
@@ -86,11 +86,10 @@ def _feed_forward(name: str, layer: LayerSpec, context: BlockContext) -> GatedFe
     return kind(name, context.hidden, inner, spec.activation, spec.bias, context.linear)
 
 
-class Block(nn.Module, ABC):
+class Block(Layer, ABC):
     """Attention and a feed-forward layer around a residual stream [T, hidden]."""
 
     def __init__(self, name: str, spec: LayerSpec, context: BlockContext):
-        super().__init__()
         self.spec = spec
         self.attention = _attention(f"{name}.attention", spec.attention, context)
         self.mlp = _feed_forward(f"{name}.mlp", spec, context)

@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from phalanx.attention.base import AttentionBackend, LayerCache, StepLayout
 from phalanx.distributed.collectives import Groups
@@ -21,6 +20,7 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.partition import Partition
 from phalanx.distributed.pulse import Pulse
 from phalanx.layers.embedding import PositionTable, VocabularyTable
+from phalanx.layers.layer import Layer
 from phalanx.layers.linear import LinearContext, ReplicatedLinear
 from phalanx.layers.weights import Loadable
 from phalanx.models.blocks import BlockContext, Step, make_block, make_norm
@@ -30,14 +30,13 @@ from phalanx.models.split import Split
 from phalanx.quantization.base import Scheme, choose_scheme
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """One rank's part of a model. Weights are empty until the loader fills them."""
 
     def __init__(
         self, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups, dtype: torch.dtype, device: torch.device,
         backend: AttentionBackend, *, scheme: Scheme | None = None, split: Split | None = None,
     ):  # fmt: skip
-        super().__init__()
         self.spec = spec
         self.place = mesh.place(rank)
         self.dtype = dtype
@@ -54,7 +53,6 @@ class Decoder(nn.Module):
         context = BlockContext(spec.hidden_size, self.split, backend, linear)
         self._build_outer(linear)
         self.blocks = [make_block(f"layers.{i}", spec.layers[i], context) for i in range(*self.layer_range)]
-        self.layers = nn.ModuleList(self.blocks)
         attentions = [block.spec.attention for block in self.blocks]
         ropes = {attention.rope for attention in attentions if attention.rope is not None}
         self._rotaries = {rope: make_rotary(rope, spec.prompt_classes, dtype, device) for rope in ropes}
@@ -62,7 +60,6 @@ class Decoder(nn.Module):
         scale = spec.embedding.scale
         # The factor is rounded to the weights' type first, as the models that have one were trained.
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(dtype).item()
-        self.requires_grad_(False)
 
     def _build_outer(self, linear: LinearContext) -> None:
         spec, embedding, width = self.spec, self.spec.embedding, self.spec.embedding.width
@@ -94,10 +91,10 @@ class Decoder(nn.Module):
     def loadables(self) -> Iterator[Loadable]:
         """Every layer that holds weights, once, in the order of the model."""
         seen: set[int] = set()
-        for module in self.modules():
-            if hasattr(module, "slots") and id(module) not in seen:
-                seen.add(id(module))
-                yield module  # type: ignore[misc]
+        for part in self.parts():
+            if hasattr(part, "slots") and id(part) not in seen:
+                seen.add(id(part))
+                yield part  # type: ignore[misc]
 
     @property
     def nbytes(self) -> int:
