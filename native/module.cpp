@@ -4,6 +4,7 @@
 
 namespace phalanx {
 
+void bind_block_matmul(nb::module_& m);
 void bind_pointwise(nb::module_& m);
 
 NB_MODULE(_native, m) {
@@ -18,6 +19,7 @@ NB_MODULE(_native, m) {
   m.def("set_team", &set_team);
   m.def("set_team_spin", &set_team_spin);
   m.def("team_size", &team_size);
+  bind_block_matmul(m);
   bind_pointwise(m);
 }
 

@@ -1,0 +1,337 @@
+#include "block_matmul.hpp"
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "bindings.hpp"
+#include "team.hpp"
+
+namespace phalanx {
+namespace {
+
+// -- packing and looking up -------------------------------------------------------------------------------------------
+
+float half_to_float(std::uint16_t bits) {
+  const std::uint32_t number = (bits & 0x7fffu) << 13;
+  float value;
+  std::memcpy(&value, &number, sizeof value);
+  value *= 0x1p112f;  // denormals too
+  std::uint32_t whole;
+  std::memcpy(&whole, &value, sizeof whole);
+  whole |= (bits & 0x8000u) << 16;
+  if ((bits & 0x7c00u) == 0x7c00u) whole |= 0xffu << 23;
+  std::memcpy(&value, &whole, sizeof value);
+  return value;
+}
+
+std::uint16_t half_at(const std::uint8_t* p) {
+  std::uint16_t bits;
+  std::memcpy(&bits, p, sizeof bits);
+  return bits;
+}
+
+// Bytes of a block in a file, and the inputs it holds.
+struct FileBlock {
+  int bytes, inputs;
+};
+constexpr FileBlock kFileBlocks[] = {{18, 32},   {20, 32},   {22, 32},   {24, 32}, {34, 32},
+                                     {144, 256}, {176, 256}, {210, 256}, {32, 32}};
+
+// 32 inputs of one output as a file has them: the integers less no zero, and what belongs beside them.
+struct Block {
+  std::uint8_t integers[kBlock];
+  std::uint16_t scale = 0, minimum = 0;            // float16: of the block, or of its eight
+  std::uint8_t sub_scale[2] = {}, sub_minimum = 0;
+};
+
+// The six bits of scale and of minimum `i` of eight, in 12 bytes.
+void six_bits(const std::uint8_t* p, int i, std::uint8_t& scale, std::uint8_t& minimum) {
+  if (i < 4) {
+    scale = p[i] & 63;
+    minimum = p[i + 4] & 63;
+  } else {
+    scale = (p[i + 4] & 15) | ((p[i - 4] >> 6) << 4);
+    minimum = (p[i + 4] >> 4) | ((p[i] >> 6) << 4);
+  }
+}
+
+void nibbles(const std::uint8_t* from, std::uint8_t* to) {
+  for (int i = 0; i < 16; ++i) {
+    to[i] = from[i] & 15;
+    to[i + 16] = from[i] >> 4;
+  }
+}
+
+// Block `sub` of the eight in a K-quant's; of others there is one. ggml-quants.c is where the layouts come from.
+void read_block(BlockKind kind, const std::uint8_t* p, int sub, Block& block) {
+  std::uint8_t* to = block.integers;
+  switch (kind) {
+    case BlockKind::q4_0:
+      block.scale = half_at(p);
+      nibbles(p + 2, to);
+      break;
+    case BlockKind::q4_1:
+      block.scale = half_at(p);
+      block.minimum = half_at(p + 2);
+      nibbles(p + 4, to);
+      break;
+    case BlockKind::q5_0:
+    case BlockKind::q5_1: {
+      const int head = kind == BlockKind::q5_0 ? 2 : 4;
+      block.scale = half_at(p);
+      if (kind == BlockKind::q5_1) block.minimum = half_at(p + 2);
+      std::uint32_t fifth;
+      std::memcpy(&fifth, p + head, sizeof fifth);
+      nibbles(p + head + 4, to);
+      for (int i = 0; i < kBlock; ++i) to[i] |= ((fifth >> i) & 1) << 4;
+      break;
+    }
+    case BlockKind::q8_0:
+      block.scale = half_at(p);
+      for (int i = 0; i < kBlock; ++i) to[i] = p[2 + i] ^ 0x80;
+      break;
+    case BlockKind::q4_k:
+    case BlockKind::q5_k: {
+      block.scale = half_at(p);
+      block.minimum = half_at(p + 2);
+      six_bits(p + 4, sub, block.sub_scale[0], block.sub_minimum);
+      const std::uint8_t* q = p + (kind == BlockKind::q4_k ? 16 : 48) + sub / 2 * 32;
+      const int shift = sub % 2 * 4;
+      for (int i = 0; i < kBlock; ++i) to[i] = (q[i] >> shift) & 15;
+      if (kind == BlockKind::q5_k)
+        for (int i = 0; i < kBlock; ++i) to[i] |= ((p[16 + i] >> sub) & 1) << 4;
+      break;
+    }
+    case BlockKind::q6_k: {
+      block.scale = half_at(p + 208);
+      block.sub_scale[0] = p[192 + 2 * sub];
+      block.sub_scale[1] = p[192 + 2 * sub + 1];
+      const std::uint8_t* low = p + sub / 4 * 64 + sub % 2 * 32;
+      const std::uint8_t* high = p + 128 + sub / 4 * 32;
+      const int shift = sub % 4 / 2 * 4, pair = sub % 4 * 2;
+      for (int i = 0; i < kBlock; ++i) to[i] = ((low[i] >> shift) & 15) | (((high[i] >> pair) & 3) << 4);
+      break;
+    }
+    default:  // int8 as it is
+      for (int i = 0; i < kBlock; ++i) to[i] = p[i] ^ 0x80;
+  }
+}
+
+// Block `index` of lane `lane` into its group.
+void write_block(BlockKind kind, const Block& block, std::uint8_t* group, const GroupShape& shape, std::size_t index,
+                 std::size_t phase, std::size_t lane) {
+  const BlockLayout& layout = kBlockLayouts[static_cast<int>(kind)];
+  std::uint8_t* at = group + index * 64 * layout.bits + lane * 4;
+  const std::uint8_t* q = block.integers;
+  if (layout.bits == 8) {
+    for (int r = 0; r < 8; ++r) std::memcpy(at + 64 * r, q + 4 * r, 4);
+  } else {
+    std::uint8_t both[16];
+    for (int i = 0; i < 16; ++i) both[i] = (q[i] & 15) | (q[i + 16] << 4);
+    for (int r = 0; r < 4; ++r) std::memcpy(at + 64 * r, both + 4 * r, 4);
+  }
+  if (layout.bits == 5) {
+    std::uint8_t high[4] = {};
+    for (int r = 0; r < 8; ++r)
+      for (int i = 0; i < 4; ++i) high[i] |= (q[4 * r + i] >> 4) << r;
+    std::memcpy(at + 256, high, 4);
+  }
+  if (layout.bits == 6) {
+    std::uint8_t high[8] = {};
+    for (int r = 0; r < 8; ++r)
+      for (int i = 0; i < 4; ++i) high[r / 4 * 4 + i] |= (q[4 * r + i] >> 4) << (r % 4 * 2);
+    std::memcpy(at + 256, high, 4);
+    std::memcpy(at + 320, high + 4, 4);
+  }
+  std::uint8_t* scales = group + shape.scales + index * layout.scale_bytes;
+  if (layout.super_bytes > 0) {
+    scales[lane] = block.sub_scale[0];
+    scales[16 + lane] = kind == BlockKind::q6_k ? block.sub_scale[1] : block.sub_minimum;
+    scales = group + shape.supers + (index + phase) / 8 * layout.super_bytes;
+  } else if (layout.scale_bytes == 0) {
+    return;
+  }
+  std::memcpy(scales + 2 * lane, &block.scale, 2);
+  if (layout.zero == 0) std::memcpy(scales + 32 + 2 * lane, &block.minimum, 2);
+}
+
+std::size_t packed_bytes(int kind, std::size_t outputs, std::size_t blocks, std::size_t phase) {
+  const GroupShape shape(kBlockLayouts[kind], blocks, phase);
+  return (outputs + kLanes - 1) / kLanes * shape.bytes;
+}
+
+// `raw` holds rows of whole file blocks, `row_bytes` apart, of which the first `phase` times 32 inputs are left out.
+// INT8 rows are `inputs` signed bytes each, and `channel` their scales.
+void pack(int kind_number, Address raw, std::size_t row_bytes, std::size_t outputs, std::size_t inputs,
+          std::size_t phase, Address channel, Address packed) {
+  const auto kind = static_cast<BlockKind>(kind_number);
+  const FileBlock& file = kFileBlocks[kind_number];
+  const std::size_t blocks = (inputs + kBlock - 1) / kBlock, subs = file.inputs / kBlock;
+  const GroupShape shape(kBlockLayouts[kind_number], blocks, phase);
+  parallel_for((outputs + kLanes - 1) / kLanes, [&](std::size_t g) {
+    std::uint8_t* group = at_address<std::uint8_t>(packed) + g * shape.bytes;
+    std::memset(group, 0, shape.bytes);
+    const std::size_t lanes = outputs - g * kLanes < kLanes ? outputs - g * kLanes : kLanes;
+    for (std::size_t lane = 0; lane < lanes; ++lane) {
+      const std::uint8_t* row = at_address<std::uint8_t>(raw) + (g * kLanes + lane) * row_bytes;
+      for (std::size_t b = 0; b < blocks; ++b) {
+        Block block;
+        if (kind == BlockKind::int8 && (b + 1) * kBlock > inputs) {
+          std::uint8_t held[kBlock] = {};
+          std::memcpy(held, row + b * kBlock, inputs - b * kBlock);
+          read_block(kind, held, 0, block);
+        } else {
+          const std::size_t at = b + phase;
+          read_block(kind, row + at / subs * file.bytes, static_cast<int>(at % subs), block);
+        }
+        write_block(kind, block, group, shape, b, phase, lane);
+      }
+      if (channel != 0)
+        std::memcpy(group + shape.tail + 4 * lane, at_address<std::uint8_t>(channel) + (g * kLanes + lane) * 4, 4);
+    }
+  });
+}
+
+// Rows of a packed matrix as float32, the products and sums one by one, as ggml's reference has them.
+void unpack_row(int kind_number, const std::uint8_t* packed, std::size_t output, std::size_t inputs, std::size_t lead,
+                std::size_t phase, float* y) {
+  const auto kind = static_cast<BlockKind>(kind_number);
+  const BlockLayout& layout = kBlockLayouts[kind_number];
+  const std::size_t blocks = (lead + inputs + kBlock - 1) / kBlock, lane = output % kLanes;
+  const GroupShape shape(layout, blocks, phase);
+  const std::uint8_t* group = packed + output / kLanes * shape.bytes;
+  for (std::size_t b = 0; b < blocks; ++b) {
+    const std::uint8_t* at = group + b * 64 * layout.bits + lane * 4;
+    const std::uint8_t* scales = group + shape.scales + b * layout.scale_bytes;
+    const std::uint8_t* supers = group + shape.supers + (b + phase) / 8 * layout.super_bytes;
+    float scale[2], minimum = 0.0f;
+    if (layout.super_bytes > 0) {
+      const float factor = half_to_float(half_at(supers + 2 * lane));
+      if (kind == BlockKind::q6_k) {
+        scale[0] = factor * static_cast<float>(static_cast<std::int8_t>(scales[lane]));
+        scale[1] = factor * static_cast<float>(static_cast<std::int8_t>(scales[16 + lane]));
+      } else {
+        scale[0] = scale[1] = factor * scales[lane];
+        minimum = -(half_to_float(half_at(supers + 32 + 2 * lane)) * scales[16 + lane]);
+      }
+    } else if (layout.tail_bytes > 0) {
+      std::memcpy(scale, group + shape.tail + 4 * lane, 4);
+      scale[1] = scale[0];
+    } else {
+      scale[0] = scale[1] = half_to_float(half_at(scales + 2 * lane));
+      if (layout.zero == 0) minimum = half_to_float(half_at(scales + 32 + 2 * lane));
+    }
+    for (int i = 0; i < kBlock; ++i) {
+      const std::size_t input = b * kBlock + i;
+      if (input < lead || input >= lead + inputs) continue;
+      const int r = i / 4, byte = i % 4;
+      int q;
+      if (layout.bits == 8) {
+        q = at[64 * r + byte];
+      } else {
+        q = r < 4 ? at[64 * r + byte] & 15 : at[64 * (r - 4) + byte] >> 4;
+        if (layout.bits == 5) q |= ((at[256 + byte] >> r) & 1) << 4;
+        if (layout.bits == 6) q |= ((at[256 + r / 4 * 64 + byte] >> (r % 4 * 2)) & 3) << 4;
+      }
+      const float product = scale[i / 16] * static_cast<float>(q - layout.zero);
+      y[input - lead] = layout.zero == 0 ? product + minimum : product;
+    }
+  }
+}
+
+void unpack(int kind, Address packed, std::size_t inputs, std::size_t lead, std::size_t phase, Address rows,
+            std::size_t count, Address y) {
+  parallel_for((count + 7) / 8, [&](std::size_t task) {
+    for (std::size_t i = task * 8; i < count && i < task * 8 + 8; ++i)
+      unpack_row(kind, at_address<std::uint8_t>(packed), at_address<std::int64_t>(rows)[i], inputs, lead, phase,
+                 at_address<float>(y) + i * inputs);
+  });
+}
+
+// -- products ---------------------------------------------------------------------------------------------------------
+
+// Memory for a call's integers, kept from one to the next by the thread that calls.
+class Scratch {
+ public:
+  std::uint8_t* at_least(std::size_t bytes) {
+    if (bytes > bytes_) {
+      std::free(memory_);
+      memory_ = static_cast<std::uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+      bytes_ = memory_ == nullptr ? 0 : bytes;
+      if (memory_ == nullptr) throw std::bad_alloc();
+    }
+    return memory_;
+  }
+  ~Scratch() { std::free(memory_); }
+
+ private:
+  std::uint8_t* memory_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+constexpr std::size_t kTasksPerThread = 6;
+constexpr std::size_t kRowsPerTask = 128;  // whose activations stay in the second cache
+constexpr std::size_t kGroupsPerTask = 8;  // whose weights do so beside them, where there are many rows
+
+// y[rows, …] of the parts, whose columns of y need not touch. `inputs` numbers of each row of x, `lead` zeros before.
+void block_matmul_call(Address x, std::size_t rows, std::size_t inputs, std::size_t lead, int x_type, Address parts,
+                       std::size_t count, Address y, std::size_t stride, int y_type, Address bias) {
+  thread_local Scratch scratch;
+  const std::size_t blocks = (lead + inputs + kBlock - 1) / kBlock;
+  if (rows == 0) return;
+  std::int8_t* q = reinterpret_cast<std::int8_t*>(scratch.at_least(rows * blocks * (kBlock + 16) + 64));
+  float* scale = reinterpret_cast<float*>(q + rows * blocks * kBlock);
+  float* scaled_sum = scale + rows * blocks;
+  std::int32_t* offset = reinterpret_cast<std::int32_t*>(scaled_sum + rows * blocks);
+  const BlockMatmul& kernels = block_matmul();
+  const std::size_t x_size = static_cast<Number>(x_type) == Number::f32 ? 4 : 2;
+  const std::size_t quantize_rows = 4;
+  parallel_for((rows + quantize_rows - 1) / quantize_rows, [&](std::size_t task) {
+    for (std::size_t row = task * quantize_rows; row < rows && row < (task + 1) * quantize_rows; ++row)
+      kernels.quantize(at_address<std::uint8_t>(x) + row * inputs * x_size, static_cast<Number>(x_type), inputs, lead,
+                       blocks, q + row * blocks * kBlock, scale + row * blocks, scaled_sum + row * blocks,
+                       offset + row * blocks * 2);
+  });
+  const BlockProduct product{{q, scale, scaled_sum, offset, blocks}, at_address<void>(y), stride,
+                             static_cast<Number>(y_type), at_address<const void>(bias)};
+  const BlockPart* part = at_address<const BlockPart>(parts);
+  std::size_t groups = 0;
+  for (std::size_t p = 0; p < count; ++p) groups += (part[p].outputs + kLanes - 1) / kLanes;
+  const std::size_t pieces = (rows + kRowsPerTask - 1) / kRowsPerTask;
+  std::size_t step = groups / (kTasksPerThread * team_size());
+  step = step < 2 || team_size() == 1 ? (team_size() == 1 ? groups : 2) : step / 2 * 2;
+  if (rows > 16 && step > kGroupsPerTask) step = kGroupsPerTask;
+  std::size_t tasks = 0;
+  for (std::size_t p = 0; p < count; ++p) {
+    const std::size_t own = (part[p].outputs + kLanes - 1) / kLanes;
+    tasks += (own + step - 1) / step;
+  }
+  parallel_for(tasks * pieces, [&](std::size_t index) {
+    const std::size_t piece = index / tasks;
+    std::size_t task = index % tasks;
+    for (std::size_t p = 0; p < count; ++p) {
+      const std::size_t own = (part[p].outputs + kLanes - 1) / kLanes, own_tasks = (own + step - 1) / step;
+      if (task >= own_tasks) {
+        task -= own_tasks;
+        continue;
+      }
+      const std::size_t begin = task * step, end = begin + step < own ? begin + step : own;
+      const std::size_t row = piece * kRowsPerTask, last = row + kRowsPerTask < rows ? row + kRowsPerTask : rows;
+      kernels.multiply(product, part[p], begin, end, row, last);
+      return;
+    }
+  });
+}
+
+}  // namespace
+
+void bind_block_matmul(nb::module_& m) {
+  const auto free = nb::call_guard<nb::gil_scoped_release>();
+  m.def("block_packed_bytes", &packed_bytes);
+  m.def("block_pack", &pack, free);
+  m.def("block_unpack", &unpack, free);
+  m.def("block_matmul", &block_matmul_call, free);
+}
+
+}  // namespace phalanx

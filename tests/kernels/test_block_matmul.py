@@ -1,0 +1,162 @@
+"""Products with quantised weights against de-quantised ones, for every kind, shape and instruction set."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.kernels.block_layout import KINDS, packed_bytes
+from phalanx.kernels.block_matmul import BlockProduct, PackedBlocks, block_matmul_twin, pack_blocks, unpack_rows
+from phalanx.kernels.library import native
+from phalanx.loading.gguf_blocks import dequantize
+
+FILE_KINDS = [kind for kind in KINDS if kind != "INT8"]
+CPU_TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def matrix(kind: str, outputs: int, inputs: int, columns: tuple[int, int] | None = None) -> tuple[PackedBlocks, Tensor]:
+    """A random matrix, packed and as float32."""
+    rng = np.random.default_rng(outputs * 1000 + inputs)
+    columns = columns or (0, inputs)
+    if kind == "INT8":
+        numbers = torch.from_numpy(rng.integers(-127, 128, (outputs, columns[1]), dtype=np.int8))
+        scales = torch.from_numpy(rng.normal(0, 0.01, outputs).astype(np.float32))
+        return pack_blocks(kind, numbers, columns, scales), (numbers * scales[:, None])[:, slice(*columns)]
+    layout = KINDS[kind]
+    width = -(-inputs // layout.elements) * layout.elements
+    raw = rng.integers(0, 256, (outputs * width // layout.elements, layout.nbytes), dtype=np.uint8)
+    for at in (208,) if kind == "Q6_K" else (0, 2) if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):
+        raw[:, at : at + 2] = rng.normal(0, 0.01, (len(raw), 1)).astype(np.float16).view(np.uint8)
+    blocks = torch.from_numpy(raw).view(outputs, width // layout.elements * layout.nbytes)
+    values = dequantize(blocks.reshape(-1), kind, (outputs, width))[:, slice(*columns)]
+    return pack_blocks(kind, blocks, columns), values
+
+
+def cuts(kind: str) -> list[tuple[int, tuple[int, int]]]:
+    """(Inputs in the file, the columns taken): whole, and with both ends inside a block."""
+    wide = KINDS[kind].elements == 256
+    return [(256, (0, 256)), (768, (64, 700)), (768, (40, 711))] if wide else [(96, (0, 96)), (160, (0, 131))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_come_back(kind: str) -> None:
+    for inputs, columns in [*cuts(kind), *([(64, (8, 50)), (64, (3, 3))] if kind in FILE_KINDS else [])]:
+        for outputs in (0, 1, 16, 37):
+            packed, values = matrix(kind, outputs, inputs, columns)
+            assert packed.data.numel() == packed_bytes(kind, outputs, columns)
+            order = torch.randperm(outputs)
+            for dtype in CPU_TYPES:
+                assert torch.equal(unpack_rows(packed, order, dtype), values[order].to(dtype))
+
+
+def test_sizes_are_the_librarys() -> None:
+    for kind, layout in KINDS.items():
+        for outputs, columns in ((1, (0, 32)), (50, (0, 768)), (16, (0, 33)), (17, (64, 400))):
+            start, stop = columns
+            if start and layout.elements == 32:
+                continue
+            blocks, phase = -(-stop // 32) - start // 32, start % layout.elements // 32
+            assert packed_bytes(kind, outputs, columns) == native().block_packed_bytes(
+                layout.number, outputs, blocks, phase
+            )
+
+
+@pytest.mark.usefixtures("instruction_set", "threads")
+@pytest.mark.parametrize("kind", KINDS)
+class TestProducts:
+    def test_near_the_dequantised_product(self, kind: str) -> None:
+        """As the twin computes; and within what rounding activations to a 254th of their block's range can change."""
+        torch.manual_seed(0)
+        for inputs, columns in cuts(kind):
+            parts = [matrix(kind, outputs, inputs, columns) for outputs in (37, 16, 1)]
+            weight = torch.cat([values for _, values in parts])
+            product = BlockProduct([packed for packed, _ in parts])
+            for dtype in CPU_TYPES:
+                x = torch.randn(5, weight.shape[1]).to(dtype)
+                bias = torch.randn(54)
+                result = product(x, bias, torch.float32)
+                lead = product.lead
+                expected = block_matmul_twin(x, weight, bias, lead=lead, dtype=torch.float32)
+                torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5 * float(weight.abs().max()) * 30)
+                held = torch.nn.functional.pad(x.float(), (lead, -(lead + x.shape[1]) % 32)).view(5, -1, 32)
+                half_unit = (held.abs().amax(-1, keepdim=True) / 254).expand_as(held).reshape(5, -1)
+                bound = half_unit[:, lead : lead + x.shape[1]] @ weight.abs().T
+                exact = x.double() @ weight.double().T + bias
+                assert ((result - exact).abs() <= bound * 1.001 + 1e-4 * bound.max()).all()
+                own = product(x, bias.to(dtype))
+                assert own.dtype == dtype
+                torch.testing.assert_close(
+                    own, product(x, bias.to(dtype).float(), torch.float32).to(dtype), rtol=0, atol=0
+                )
+
+    def test_a_row_depends_on_no_other(self, kind: str) -> None:
+        torch.manual_seed(1)
+        inputs, columns = cuts(kind)[-1]
+        product = BlockProduct([matrix(kind, outputs, inputs, columns)[0] for outputs in (80, 23)])
+        x = torch.randn(150, product.inputs).bfloat16()
+        whole = product(x, None, torch.float32)
+        for rows in (1, 2, 3, 4, 7, 8, 9, 31, 64):
+            for start in (0, 1, 150 - rows):
+                part = product(x[start : start + rows].clone(), None, torch.float32)
+                assert torch.equal(part, whole[start : start + rows]), (rows, start)
+        assert torch.equal(product(x.flip(0).contiguous(), None, torch.float32).flip(0), whole)
+
+    def test_special_activations(self, kind: str) -> None:
+        inputs = 256
+        packed, values = matrix(kind, 20, inputs)
+        product = BlockProduct([packed])
+        x = torch.randn(8, inputs)
+        x[0], x[1], x[2, 5], x[3, 255], x[4, 0] = 0.0, -0.0, math.nan, math.inf, -math.inf
+        x[5] = 1e-42
+        x[6, 7], x[7, 3] = 3e38, -1e-35
+        y = product(x, None)
+        assert not y[:2].any() and not y[5].abs().gt(1e-28).any()
+        assert y[2:5].isnan().all(), "what is not finite is not lost"
+        assert y[6:].isfinite().all() or values.abs().max() > 1
+        assert product(x[:0], None).shape == (0, 20)
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_kinds_stand_side_by_side() -> None:
+    kinds = ["Q4_1", "Q8_0", "Q4_K", "Q6_K", "Q5_0"]
+    parts = [matrix(kind, 18 + i, 256) for i, kind in enumerate(kinds)]
+    product = BlockProduct([packed for packed, _ in parts])
+    x = torch.randn(9, 256)
+    alone = [BlockProduct([packed])(x, None) for packed, _ in parts]
+    assert torch.equal(product(x, None), torch.cat(alone, 1))
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_float16_results_round_as_torch_does() -> None:
+    """One weight of 1 and scales that are exact: results are the activations, over the whole range of float16."""
+    product = BlockProduct([pack_blocks("INT8", torch.ones(1, 1, dtype=torch.int8), (0, 1), torch.ones(1))])
+    x = torch.cat([torch.logspace(-9, 6, 4001), torch.tensor([65504.0, 65519.9, 65520.0, 6e-8, 2.9e-8, 0.0])])
+    x = torch.cat([x, -x])[:, None].contiguous()
+    exact = product(x, None, torch.float32)
+    assert torch.equal(product(x, None, torch.float16).view(torch.int16), exact.half().view(torch.int16))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    packed, _ = matrix("Q8_0", 20, 96)
+    product = BlockProduct([packed])
+    for x in (torch.zeros(2, 95), torch.zeros(96), torch.zeros(2, 96, dtype=torch.int32), torch.zeros(96, 2).T):
+        with pytest.raises(ValueError, match="x has to be"):
+            product(x, None)
+    with pytest.raises(ValueError, match="bias has to be"):
+        product(torch.zeros(2, 96), torch.zeros(19))
+    with pytest.raises(ValueError, match="same columns"):
+        BlockProduct([packed, matrix("Q8_0", 20, 64)[0]])
+    raw = torch.zeros(4, 34, dtype=torch.uint8)
+    for columns in ((0, 33), (-1, 3), (32, 32)):
+        with pytest.raises(ValueError, match="column"):
+            pack_blocks("Q8_0", raw, columns)
+    with pytest.raises(ValueError, match="bytes"):
+        pack_blocks("Q8_0", raw[:, :33], (0, 32))
+    with pytest.raises(ValueError, match="scale"):
+        pack_blocks("INT8", raw.view(torch.int8), (0, 32))
+    with pytest.raises(ValueError, match="rows have to be"):
+        unpack_rows(packed, torch.tensor([20]))
