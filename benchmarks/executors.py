@@ -23,8 +23,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.against_transformers import FIGURES, WORKLOADS, prompts
 from benchmarks.common import setting, shown, summary, write
+from benchmarks.peer_engines import prompts
+
+WORKLOADS = {"decode1": (1, 128, 128), "batch32": (32, 128, 64)}
+FIGURES = {"decode1": "decode_tok_s", "batch32": "e2e_tok_s"}
 
 SIDES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank, one core": (1, {"distributed_executor_backend": "inprocess"}),
