@@ -215,6 +215,7 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        owner: int = 0,
         add_special_tokens: bool = True,
         source: str = "prompt",
     ) -> RequestStream:
@@ -222,6 +223,7 @@ class AsyncEngine:
         close it (`aclose`), or drop it, to abort.
 
         `add_special_tokens` is False for a rendered chat template; `source` is what errors call the prompt.
+        `owner` is a number for whoever asks: those who wait are served fairly.
         Raises InvalidRequest, ContextLengthExceeded, QueueFull, Loading, Draining, EngineDead.
         """
         inputs = self._ready()
@@ -239,6 +241,7 @@ class AsyncEngine:
             params,
             priority=priority,
             cache_salt=cache_salt,
+            owner=owner,
             add_special_tokens=add_special_tokens,
             source=source,
         )

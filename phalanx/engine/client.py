@@ -30,11 +30,14 @@ class EngineRequest(msgspec.Struct, frozen=True):
     """Empty with `ignore_eos`."""
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
-    """Lower runs first; equal ones in order of arrival."""
+    """Lower runs first; equal ones as the scheduling policy says."""
     cache_salt: str = ""
     """Requests with different salts never share cached blocks."""
     output_token_ids: tuple[int, ...] = ()
     """Tokens already delivered: the engine goes on after them."""
+    owner: int = 0
+    """A number for whoever asks (one of several API keys); those who wait are served fairly. 0 is nobody in
+    particular."""
 
 
 class RequestError(msgspec.Struct, frozen=True):

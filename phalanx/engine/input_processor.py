@@ -86,6 +86,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         cache_salt: str = "",
+        owner: int = 0,
         add_special_tokens: bool = True,
         source: str = "prompt",
     ) -> list[EngineRequest]:
@@ -100,6 +101,7 @@ class InputProcessor:
         self._check_limits(params)
         self._check_values(params)
         _check_int("priority", priority)
+        _check_int("owner", owner)
         check_text("cache_salt", cache_salt)
         if len(cache_salt) > _MAX_SALT:
             raise InvalidRequest(f"`cache_salt` may have at most {_MAX_SALT} characters.", param="cache_salt")
@@ -120,6 +122,7 @@ class InputProcessor:
                 bad_words_token_ids=bad_words,
                 priority=priority,
                 cache_salt=cache_salt,
+                owner=owner,
             )
             for choice in range(params.n)
         ]

@@ -126,10 +126,6 @@ class Request:
         """Who goes first among running requests; the last one is the first to be preempted."""
         return (self.given.priority, self.arrival)
 
-    def queue_key(self) -> tuple[int, bool, int]:
-        """Who is admitted first."""
-        return (self.given.priority, not self.resumed, self.arrival)
-
     def wants_prompt_logprobs(self) -> bool:
         """Whether some are still to be delivered. They are complete before the first output token."""
         return self.given.sampling.prompt_logprobs is not None and not self.num_output

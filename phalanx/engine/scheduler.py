@@ -15,8 +15,8 @@ when it is aborted its slot and blocks are released with its result.
 A request that the whole cache cannot hold any more (workers that were lost left a smaller one) is parked: it is neither
 running nor in the queue until a larger cache comes, and says so in the log.
 
-Guarantees: the first running request can always go on, so some request always makes progress; among equal priorities
-nobody is overtaken for want of memory; every request that was added ends in exactly one output with a finish reason.
+Guarantees: the first running request can always go on, so some request always makes progress; whose turn it is, is not
+overtaken for want of memory; every request that was added ends in exactly one output with a finish reason.
 
 Covers policy and bookkeeping. Does no I/O, reads no clock (`now`, in seconds, is passed in), compiles no grammars.
 """
@@ -119,7 +119,8 @@ class Scheduler:
             raise InvalidRequest("A request with this id is already running.", param="request_id")
         self._check_fits(request)
         if not request.resumed:
-            self.queue.check_room(now, elsewhere=elsewhere, free_slots=len(self._free_slots))
+            owner = request.given.owner
+            self.queue.check_room(now, owner=owner, elsewhere=elsewhere, free_slots=len(self._free_slots))
 
     def _check_fits(self, request: Request) -> None:
         """Alone in the pool, a request must be able to reach its last token, which itself is never computed. One that
@@ -273,9 +274,9 @@ class Scheduler:
         return fresh
 
     def _admit_waiting(self, draft: PlanDraft, now: float) -> None:
+        if not draft.budget or not self._free_slots:
+            return
         for request in self.queue:
-            if not draft.budget or not self._free_slots:
-                break
             if self.only not in (None, request.request_id):
                 continue
             cached = self._cached_blocks(request)
@@ -288,6 +289,8 @@ class Scheduler:
             self._admit(request, table, len(cached), now)
             count = min(request.num_to_compute, draft.budget, MAX_ROW_TOKENS)
             self._place(draft, request, count, table, now)
+            if not draft.budget or not self._free_slots:
+                break
 
     def _cached_blocks(self, request: Request) -> list[int] | None:
         """The cached blocks it can begin with, never all of its tokens: one must be left to compute. None when the
@@ -313,6 +316,8 @@ class Scheduler:
         if self._prefix_caching and not request.wants_prompt_logprobs():
             self.counters.prefix_queries += len(request.tokens)
             self.counters.prefix_hits += request.num_computed
+        if not request.resumed:
+            self.queue.policy.admitted(request, len(request.tokens) - request.num_computed)
         if request.scheduled_s is None:
             request.scheduled_s = now
             request.num_cached = min(request.num_computed, request.num_prompt)
@@ -418,6 +423,7 @@ class Scheduler:
         request.tokens.append(token)
         request.parked_s = None
         self.counters.output_tokens += 1
+        self.queue.policy.made(request)
 
     # Recovery
 
@@ -439,7 +445,7 @@ class Scheduler:
         it can hold again goes on."""
         self._max_in_flight = max_in_flight
         self._forget_workers(self.epoch, layout)
-        for request in self.queue:
+        for request in tuple(self.queue):
             if not self._fits(request):
                 self.queue.remove(request, now)
                 self._park(request, now)

@@ -46,7 +46,13 @@ async def _start(call: Call[ChatRequest]) -> tuple[Generation, SamplingParams]:
     params = chat_params(body, state.engine.default_sampling)
     prompt = await render_prompt(state, body)
     generation = await start_generation(
-        state, [prompt], params, body, add_special_tokens=bool(body.add_special_tokens), source="messages"
+        state,
+        [prompt],
+        params,
+        body,
+        owner=call.owner,
+        add_special_tokens=bool(body.add_special_tokens),
+        source="messages",
     )
     return generation, params
 

@@ -72,7 +72,13 @@ class _Answer:
         state, body = self._call.state, self._body
         add = True if body.add_special_tokens is None else body.add_special_tokens
         self.generation = await start_generation(
-            state, self._prompts, self._params, body, add_special_tokens=add, source="prompt"
+            state,
+            self._prompts,
+            self._params,
+            body,
+            owner=self._call.owner,
+            add_special_tokens=add,
+            source="prompt",
         )
         count = len(self._prompts) * self._params.n
         self._writers = [CompletionLogprobsWriter(body.logprobs or 0) for _ in range(count)]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from phalanx.errors import InvalidRequest, PhalanxError
 from phalanx.server.failures import ClientGone
 from phalanx.server.generation import Generation
-from phalanx.server.middleware import log_bug, sane_request_id
+from phalanx.server.middleware import log_bug, owner_of, sane_request_id
 from phalanx.server.openai_types import _Request
 from phalanx.server.request_fields import refuse_unsupported
 from phalanx.server.state import ServerState
@@ -45,6 +45,11 @@ class Call(Generic[Body]):
     def request_id(self) -> str:
         """Of the HTTP request: for the answer's id, the response header and the log."""
         return str(self.request.state.request_id)
+
+    @property
+    def owner(self) -> int:
+        """A number for whoever asks."""
+        return owner_of(self.request.scope)
 
     async def work(self, work: Coroutine[Any, Any, Result]) -> Result:
         """`work`, ended when the client goes or the time is up. Raises ClientGone, PhalanxError."""

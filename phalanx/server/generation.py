@@ -67,10 +67,12 @@ async def start_generation(
     params: SamplingParams,
     request: SamplingFields,
     *,
+    owner: int,
     add_special_tokens: bool,
     source: str,
 ) -> Generation:
-    """Returns once every prompt is in the engine's queue; when one is refused, the others are aborted.
+    """Returns once every prompt is in the engine's queue; when one is refused, the others are aborted. `owner` is a
+    number for whoever asks.
 
     Raises what `AsyncEngine.submit` raises.
     """
@@ -96,6 +98,7 @@ async def start_generation(
             request_id=uuid.uuid4().hex,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
+            owner=owner,
             add_special_tokens=add_special_tokens,
             source=source,
         )

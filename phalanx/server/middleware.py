@@ -16,10 +16,12 @@ import re
 import time
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from phalanx.engine.queue import SHARE
 from phalanx.errors import Draining, Loading, PhalanxError, QueueFull
 from phalanx.logging import escape
 from phalanx.metrics.serving import ServingMetrics
@@ -158,29 +160,33 @@ def origin_allowed(origin: str, allowed: frozenset[str]) -> bool:
 
 class KeyGuard:
     """`Authorization: Bearer KEY` on every path that is not public. Keys are compared as digests, in constant time, and
-    all of them, so that time says nothing about which one nearly fitted."""
+    all of them, so that time says nothing about which one nearly fitted. Where there are several, the number of the one
+    that was given, from 1 on, is the request's `owner`; nothing else of a key goes further."""
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]):
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and scope["path"] not in PUBLIC_PATHS:
             given = header_values(scope, b"authorization")
-            if not self._known(given[0] if len(given) == 1 else b""):
+            number = self._number(given[0] if len(given) == 1 else b"")
+            if number is None:
                 raise HttpError(
                     401, "A valid API key is required.", fix="Send it as `Authorization: Bearer KEY`.",
                     type="authentication_error", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"},
                 )  # fmt: skip
+            scope.setdefault("state", {})["owner"] = number if len(self._digests) > 1 else 0
         await self._app(scope, receive, send)
 
-    def _known(self, header: bytes) -> bool:
+    def _number(self, header: bytes) -> int | None:
+        """Which of the keys `header` has, from 1 on; None when it has none of them."""
         scheme, _, key = header.partition(b" ")
         digest = _digest(key.strip())
-        known = False
-        for expected in self._digests:
-            known |= hmac.compare_digest(expected, digest)
-        return known and scheme.lower() == b"bearer"
+        found = 0
+        for number, expected in enumerate(self._digests, start=1):
+            found += number * hmac.compare_digest(expected, digest)
+        return found if found and scheme.lower() == b"bearer" else None
 
 
 def _digest(key: bytes) -> bytes:
@@ -262,14 +268,21 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def owner_of(scope: Scope) -> int:
+    """The number of the API key, where there are several; else 0."""
+    owner: int = scope.get("state", {}).get("owner", 0)
+    return owner
+
+
 class Admission:
-    """Lets requests in while the model is ready and a place is free."""
+    """Lets requests in while the model is ready and a place is free; no owner can take all places (`engine.queue`)."""
 
     def __init__(self, app: ASGIApp, phase: Callable[[], str], max_concurrent: int):
         self._app = app
         self._phase = phase
         self._max = max_concurrent
         self._running = 0
+        self._of_owner: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in ALWAYS_PATHS:
@@ -280,17 +293,18 @@ class Admission:
             raise Loading("The model is still loading.", fix="Try again soon.", retry_after=5.0)
         if phase == "draining":
             raise Draining("The server is shutting down.", retry_after=5.0)
-        if self._running >= self._max:
-            raise QueueFull(
-                f"{self._max} requests are being handled, the most this server takes at once.",
-                fix="Try again soon.",
-                retry_after=1.0,
-            )
+        owner, left = owner_of(scope), self._max - self._running
+        if left <= 0 or (owner and self._of_owner[owner] >= SHARE * left):
+            full = f"{self._max} requests are being handled, the most this server takes at once."
+            own = f"{self._of_owner[owner]} requests with this API key are being handled, and few places are left."
+            raise QueueFull(full if left <= 0 else own, fix="Try again soon.", retry_after=1.0)
         self._running += 1
+        self._of_owner[owner] += 1
         try:
             await self._app(scope, receive, send)
         finally:
             self._running -= 1
+            self._of_owner[owner] -= 1
 
 
 def allowed_hosts(configured: tuple[str, ...], *, bind_host: str, has_key: bool) -> tuple[str, ...] | None:

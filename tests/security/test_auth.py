@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import itertools
 from collections.abc import AsyncIterator
@@ -184,7 +185,7 @@ async def test_the_refusal_is_a_whole_error_object(locked: EchoServer) -> None:
 
 
 def test_keys_are_compared_as_digests_in_constant_time_and_all_of_them() -> None:
-    tree = ast.parse("class X:\n" + inspect.getsource(KeyGuard._known))
+    tree = ast.parse("class X:\n" + inspect.getsource(KeyGuard._number))
     calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
     assert "hmac.compare_digest" in calls
     (loop,) = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
@@ -276,3 +277,28 @@ def test_host_names() -> None:
     assert is_loopback("127.0.0.1")
     assert not is_loopback("10.0.0.1")
     assert not is_loopback("localhost.example")
+
+
+async def test_several_keys_are_told_apart_by_number_alone():
+    """What reaches the engine of a key is which one it is; where there is one, or none, all are alike."""
+    for keys, given, owner in ((KEYS, KEYS[0], 1), (KEYS, KEYS[1], 2), (KEYS[:1], KEYS[0], 0), ((), "any", 0)):
+        async with echo_server(api_key=keys, headers={"Authorization": f"Bearer {given}"}) as server:
+            assert (await server.complete()).status_code == 200
+            assert (await server.chat()).status_code == 200
+            assert [request.owner for request in server.echo.requests] == [owner, owner]
+            status = (await server.client.get("/status")).text + (await server.client.get("/metrics")).text
+            assert not any(key in status for key in keys)
+
+
+async def test_one_key_cannot_take_every_place_of_the_server():
+    async with echo_server(api_key=KEYS, max_concurrent_requests=18, echo={"delay": 0.5}) as server:
+
+        async def ask(key: str) -> int:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"prompt": [1], "max_tokens": 1}
+            return (await server.client.post("/v1/completions", json=body, headers=headers)).status_code
+
+        hog = [asyncio.create_task(ask(KEYS[0])) for _ in range(18)]
+        await asyncio.sleep(0.1)
+        assert await ask(KEYS[1]) == 200
+        assert sorted(await asyncio.gather(*hog)) == [200] * 16 + [503] * 2
