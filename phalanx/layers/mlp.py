@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from phalanx.distributed.partition import Partition
+from phalanx.kernels.pointwise import activate, activate_gated
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import ColumnLinear, LinearContext, Output, RowLinear
-
-
-def activate(name: str, x: torch.Tensor) -> torch.Tensor:
-    match name:
-        case "silu":
-            return F.silu(x)
-        case "gelu":
-            return F.gelu(x)
-        case "gelu_tanh":
-            return F.gelu(x, approximate="tanh")
-        case "relu":
-            return F.relu(x)
-    raise ValueError(f"no activation '{name}'")
 
 
 class GatedFeedForward(Layer):
@@ -28,13 +15,11 @@ class GatedFeedForward(Layer):
 
     def __init__(self, name: str, hidden: int, inner: Partition, activation: str, bias: bool, context: LinearContext):
         self.activation = activation
-        self.width = inner.length(context.rank)
         self.gate_up = ColumnLinear((Output(f"{name}.gate", inner), Output(f"{name}.up", inner)), hidden, bias, context)
         self.down = RowLinear(f"{name}.down", inner, hidden, bias, context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        both = self.gate_up.forward(x)
-        return self.down.forward(activate(self.activation, both[:, : self.width]).mul_(both[:, self.width :]))
+        return self.down.forward(activate_gated(self.activation, self.gate_up.forward(x)))
 
 
 class FeedForward(Layer):

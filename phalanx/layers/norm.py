@@ -1,18 +1,18 @@
-"""RMS norm (arXiv 1910.07467) and layer norm (arXiv 1607.06450). Whole on every rank."""
+"""The norm layers. Whole on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
+from phalanx.kernels.pointwise import add_norm
 from phalanx.layers.layer import Layer
 from phalanx.layers.weights import WeightSlot
 
 
 class Norm(Layer):
-    """Over the last axis, computed in float32.
+    """RMS or layer norm over the last axis, computed in float32.
 
     `wide` keeps and applies the weight in float32, before the result is rounded to the input's type.
     """
@@ -22,18 +22,17 @@ class Norm(Layer):
         device: torch.device,
     ):  # fmt: skip
         self.name = name
-        self.size = (size,)
+        self.size = size
         self.eps = eps
         self.layer = kind == "layer"
         kept = torch.float32 if wide else dtype
-        self.widen = wide and dtype != torch.float32
         self.weight = torch.ones(size, dtype=kept, device=device) if affine else None
         self.bias = torch.zeros(size, dtype=kept, device=device) if affine and self.layer else None
 
     def slots(self) -> Iterator[WeightSlot]:
         for kind, target in (("weight", self.weight), ("bias", self.bias)):
             if target is not None:
-                yield WeightSlot(f"{self.name}.{kind}", target, (0, self.size[0]))
+                yield WeightSlot(f"{self.name}.{kind}", target, (0, self.size))
 
     def finish(self) -> None:
         return None
@@ -43,11 +42,11 @@ class Norm(Layer):
         return sum(t.nbytes for t in (self.weight, self.bias) if t is not None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.widen:
-            return self._norm(x.float()).to(x.dtype)
-        return self._norm(x)
+        """[..., size] -> the same."""
+        if x.dim() != 2:
+            return self.forward(x.reshape(-1, self.size).contiguous()).view(x.shape)
+        return add_norm(x, None, self.weight, self.bias, self.eps, self.layer)
 
-    def _norm(self, x: torch.Tensor) -> torch.Tensor:
-        if self.layer:
-            return F.layer_norm(x, self.size, self.weight, self.bias, self.eps)
-        return F.rms_norm(x, self.size, self.weight, self.eps)
+    def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """`x += delta` [T, size] in place, and the norm of that."""
+        return add_norm(x, delta, self.weight, self.bias, self.eps, self.layer)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from phalanx.kernels.pointwise import turns
+
 
 class Rotary:
     """One rotary embedding: its frequencies, for each class of prompt length. Shared by all layers that use it.
@@ -15,24 +17,12 @@ class Rotary:
         self.inverse_frequencies = inverse_frequencies
         self.dtype = dtype
         self.one_class = len(factors) == 1
-        self.scaled = any(f != 1.0 for f in factors)
-        self.factors = torch.tensor(factors, dtype=torch.float32, device=inverse_frequencies.device)[:, None]
-        half = torch.ones(inverse_frequencies.shape[1], device=inverse_frequencies.device)
-        self.signs = torch.cat((-half, half))
+        self.factors = torch.tensor(factors, dtype=torch.float32, device=inverse_frequencies.device)
 
     def turn(self, positions: torch.Tensor, classes: torch.Tensor | None) -> Turn:
         """cos and signed sin for tokens at `positions` [T]; `classes` [T] is the prompt class of each, None = 0."""
-        if self.one_class or classes is None:
-            angles = torch.outer(positions.float(), self.inverse_frequencies[0])
-            factor = self.factors[:1]
-        else:
-            angles = positions.float()[:, None] * self.inverse_frequencies[classes]
-            factor = self.factors[classes]
-        angles = torch.cat((angles, angles), -1)
-        cos, sin = angles.cos(), angles.sin()
-        if self.scaled:
-            cos, sin = cos * factor, sin * factor
-        return Turn(cos.to(self.dtype)[:, None], (sin * self.signs).to(self.dtype)[:, None])
+        own = None if self.one_class else classes
+        return Turn(*turns(positions, self.inverse_frequencies, self.factors, own, self.dtype))
 
 
 class Turn:

@@ -34,7 +34,8 @@ class Step:
     layout: StepLayout
     plan: Any
     """The attention backend's."""
-    turns: dict[RopeSpec, Turn]
+    turns: list[Turn]
+    """By `BlockContext.ropes`."""
     query_factors: dict[int, torch.Tensor]
     """By `AttentionSpec.log_positions`."""
 
@@ -47,6 +48,8 @@ class BlockContext:
     split: Split
     backend: AttentionBackend
     linear: LinearContext
+    ropes: list[RopeSpec]
+    """The rotary embeddings of this rank's layers; a step's `turns` are in this order."""
 
 
 def attention_shape(spec: AttentionSpec, split: Split, rank: int) -> AttentionShape:
@@ -91,20 +94,25 @@ class Block(Layer, ABC):
 
     def __init__(self, name: str, spec: LayerSpec, context: BlockContext):
         self.spec = spec
+        rope = spec.attention.rope
+        self.turn = None if rope is None else context.ropes.index(rope)
+        self.log_positions = spec.attention.log_positions
         self.attention = _attention(f"{name}.attention", spec.attention, context)
         self.mlp = _feed_forward(f"{name}.mlp", spec, context)
         self.attention_norm = make_norm(f"{name}.attention_norm", spec.attention_norm, context.hidden, context.linear)
         self.mlp_norm = make_norm(f"{name}.mlp_norm", spec.mlp_norm, context.hidden, context.linear)
 
     def attend(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        spec = self.spec.attention
-        turn = None if spec.rope is None else step.turns[spec.rope]
-        factor = None if spec.log_positions is None else step.query_factors[spec.log_positions]
+        turn = None if self.turn is None else step.turns[self.turn]
+        factor = None if self.log_positions is None else step.query_factors[self.log_positions]
         return self.attention.forward(x, cache, step.layout, step.plan, turn, factor)
 
     @abstractmethod
-    def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        """May change `x` in place."""
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, cache: LayerCache, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The residual stream is x + delta, before and after: the sum is left to the norm that reads it next.
+        May change `x` in place."""
 
 
 class PreNormBlock(Block):
@@ -120,24 +128,28 @@ class PreNormBlock(Block):
             )
         )
 
-    def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        attended = self.attend(self.attention_norm.forward(x), cache, step)
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, cache: LayerCache, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        attended = self.attend(self.attention_norm.add(x, delta), cache, step)
         if self.attention_post_norm is not None:
             attended = self.attention_post_norm.forward(attended)
-        x += attended
-        fed = self.mlp.forward(self.mlp_norm.forward(x))
+        fed = self.mlp.forward(self.mlp_norm.add(x, attended))
         if self.mlp_post_norm is not None:
             fed = self.mlp_post_norm.forward(fed)
-        x += fed
-        return x
+        return x, fed
 
 
 class PostNormBlock(Block):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
-    def forward(self, x: torch.Tensor, cache: LayerCache, step: Step) -> torch.Tensor:
-        x = self.attention_norm.forward(x + self.attend(x, cache, step))
-        return self.mlp_norm.forward(x + self.mlp.forward(x))
+    def forward(
+        self, x: torch.Tensor, delta: torch.Tensor | None, cache: LayerCache, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if delta is not None:
+            x += delta
+        x = self.attention_norm.add(x, self.attend(x, cache, step))
+        return self.mlp_norm.add(x, self.mlp.forward(x)), None
 
 
 def make_block(name: str, spec: LayerSpec, context: BlockContext) -> Block:

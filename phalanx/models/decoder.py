@@ -50,13 +50,13 @@ class Decoder(Layer):
         self.is_first = self.place.pp == 0
         self.is_last = self.place.pp == mesh.pp - 1
         linear = LinearContext(self.place.tp, groups.tp, scheme or choose_scheme(None, dtype, device), dtype, device)
-        context = BlockContext(spec.hidden_size, self.split, backend, linear)
+        own = spec.layers[slice(*self.layer_range)]
+        ropes = list(dict.fromkeys(layer.attention.rope for layer in own if layer.attention.rope is not None))
+        context = BlockContext(spec.hidden_size, self.split, backend, linear, ropes)
         self._build_outer(linear)
         self.blocks = [make_block(f"layers.{i}", spec.layers[i], context) for i in range(*self.layer_range)]
-        attentions = [block.spec.attention for block in self.blocks]
-        ropes = {attention.rope for attention in attentions if attention.rope is not None}
-        self._rotaries = {rope: make_rotary(rope, spec.prompt_classes, dtype, device) for rope in ropes}
-        self._log_positions = {a.log_positions for a in attentions if a.log_positions is not None}
+        self._rotaries = [make_rotary(rope, spec.prompt_classes, dtype, device) for rope in ropes]
+        self._log_positions = {p for layer in own if (p := layer.attention.log_positions) is not None}
         scale = spec.embedding.scale
         # The factor is rounded to the weights' type first, as the models that have one were trained.
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(dtype).item()
@@ -125,10 +125,11 @@ class Decoder(Layer):
         """
         x = self._embed(token_ids, positions) if hidden is None else hidden
         step, beat = self._prepare(positions, layout), self.pulse.beat
+        delta: torch.Tensor | None = None
         for block, cache in zip(self.blocks, caches, strict=True):
-            x = block.forward(x, cache, step)
+            x, delta = block.forward(x, delta, cache, step)
             beat()
-        return x
+        return x if delta is None else x.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of the last stage -> float32 [R, vocabulary], on every tensor rank."""
@@ -179,7 +180,7 @@ class Decoder(Layer):
         for trained in self._log_positions:
             factor = (torch.log(positions.float() + 1) / math.log(trained)).clamp_(min=1.0)
             factors[trained] = factor.to(self.dtype)[:, None, None]
-        turns = {rope: rotary.turn(positions, classes) for rope, rotary in self._rotaries.items()}
+        turns = [rotary.turn(positions, classes) for rotary in self._rotaries]
         return Step(layout, self.backend.plan(layout), turns, factors)
 
     def _prompt_classes(self, layout: StepLayout) -> torch.Tensor | None:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from phalanx.distributed.collectives import SingleGroup
 from phalanx.distributed.partition import Partition
 from phalanx.errors import UnsupportedModel
+from phalanx.kernels.pointwise import activate
 from phalanx.layers.embedding import PositionTable, VocabularyTable
 from phalanx.layers.linear import ColumnLinear, LinearContext, Output, ReplicatedLinear, RowLinear
-from phalanx.layers.mlp import activate
 from phalanx.layers.norm import Norm
 from phalanx.layers.rotary import Rotary
 from phalanx.layers.weights import Loadable
@@ -141,7 +141,7 @@ def test_qwen_growth_of_the_base(length: int, alpha: int) -> None:
 
 
 def test_activations() -> None:
-    x = torch.linspace(-4, 4, 33)
+    x = torch.linspace(-4, 4, 33)[None]
     assert torch.allclose(activate("silu", x), x * x.sigmoid(), atol=1e-6)
     assert torch.allclose(activate("gelu", x), x * 0.5 * (1 + torch.erf(x / 2**0.5)), atol=1e-6)
     inner = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
