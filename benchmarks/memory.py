@@ -4,7 +4,8 @@
 
 Memory is the proportional set size (PSS) of the server and all of its children: shared pages are counted once. It is
 compared with the weights in `--dtype` plus the configured KV cache plus 450 MB; then requests are sent, 32 at a time,
-and it is measured again along the way.
+and the memory is measured again along the way. What grew is read from the anonymous memory, which files that other
+processes come to share do not change.
 """
 
 from __future__ import annotations
@@ -43,6 +44,16 @@ def pss(process: psutil.Process) -> list[int]:
     return [member.memory_full_info().pss for member in (process, *process.children(recursive=True))]
 
 
+def anonymous(process: psutil.Process) -> list[int]:
+    """Bytes that are nobody else's and no file's, likewise."""
+
+    def of(pid: int) -> int:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+    return [of(member.pid) for member in (process, *process.children(recursive=True))]
+
+
 def ask(port: int, number: int) -> None:
     body = {"prompt": f"Number {number} is", "max_tokens": 1 + number % 8, "temperature": 1, "seed": number}
     request = urllib.request.Request(
@@ -72,8 +83,8 @@ def measure(requests: int, dtype: str) -> dict[str, Any]:
             with lock:
                 done += 1
                 if done % max(1, requests // 10) == 0:
-                    members = pss(process)
-                    along.append({"requests": done, "pss": sum(members), "members": members})
+                    own = anonymous(process)
+                    along.append({"requests": done, "pss": sum(pss(process)), "anonymous": sum(own), "members": own})
 
         with ThreadPoolExecutor(CONCURRENCY) as pool:
             list(pool.map(one, range(requests)))
@@ -91,7 +102,7 @@ def measure(requests: int, dtype: str) -> dict[str, Any]:
         "loaded_pss": loaded,
         "within_limit": loaded <= limit,
         "along": along,
-        "growth_bytes": growth([sample["pss"] for sample in along]),
+        "growth_bytes": growth([sample["anonymous"] for sample in along]),
         **setting(),
     }
 
