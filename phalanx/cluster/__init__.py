@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.cluster.actor_pool import RayActorPool as RayActorPool
+    from phalanx.cluster.communication import RayCommunicationController as RayCommunicationController
     from phalanx.cluster.health import fault_tolerant_execute as fault_tolerant_execute
     from phalanx.cluster.health import get_cluster_status as get_cluster_status
     from phalanx.cluster.health import handle_dead_nodes as handle_dead_nodes
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "RayActorPool": "phalanx.cluster.actor_pool",
+    "RayCommunicationController": "phalanx.cluster.communication",
     "RayConfig": "phalanx.cluster.ray_config",
     "RayDistributedEngine": "phalanx.cluster.ray_engine",
     "RayResources": "phalanx.cluster.resources",

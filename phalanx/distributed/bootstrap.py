@@ -27,6 +27,7 @@ from phalanx.distributed.address import Address, node_id
 from phalanx.distributed.collectives import Group, Groups, SingleGroup
 from phalanx.distributed.mesh import AXES, Axis, Mesh
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
+from phalanx.distributed.transports.compressed import CompressedGroup
 from phalanx.distributed.transports.secure_stream import SecureStream, Steps
 from phalanx.distributed.transports.shared_memory import SharedMemoryGroup
 from phalanx.distributed.transports.tcp import TcpGroup
@@ -68,6 +69,10 @@ class Meeting:
     """Seconds to meet."""
     exchange_timeout: float | None = None
     """Seconds that one exchange may take; None waits until it is aborted."""
+    compress_from: int | None = None
+    """Bytes from which on what travels between nodes is packed (`transports.compressed`); None: nothing is."""
+    sockets: bool = False
+    """A socket a pair on one node too, instead of shared memory, and no NCCL: for short messages that nobody times."""
 
 
 class Door:
@@ -120,16 +125,16 @@ def connect_groups(
         expected = set()
         for axis, ranks in members.items():
             for peer in ranks:
-                if peer < rank and _talk(ranks, roster, peer):
+                if peer < rank and (meeting.sockets or _talk(ranks, roster, peer)):
                     hello = _Hello(axis, rank, meeting.epoch, ranks)
                     streams[axis, peer] = _call(roster[peer], door.address, hello, meeting, abort, deadline)
-                elif peer > rank and _talk(ranks, roster, rank):
+                elif peer > rank and (meeting.sockets or _talk(ranks, roster, rank)):
                     expected.add((axis, peer))
         _Reception(door, members, expected, streams, meeting, abort).open(roster, deadline)
         for axis, ranks in members.items():
             mine = {ranks.index(peer): stream for (a, peer), stream in streams.items() if a == axis}
             groups[axis] = _make(ranks, rank, mine, roster, meeting, abort, crowded)
-        for axis, ranks in members.items():
+        for axis, ranks in members.items() if not meeting.sockets else ():
             groups[axis] = _on_devices(groups[axis], ranks, roster, abort, meeting.exchange_timeout)
     except BaseException:
         for stream in streams.values():
@@ -346,20 +351,21 @@ def _make(
     if len(ranks) == 1:
         return SingleGroup()
     place, timeout = ranks.index(rank), meeting.exchange_timeout
-    if not _local(ranks, roster):
-        return TcpGroup(streams, place, ranks, abort, timeout)
+    if meeting.sockets or not _local(ranks, roster):
+        group = TcpGroup(streams, place, ranks, abort, timeout)
+        return group if meeting.compress_from is None else CompressedGroup(group, meeting.compress_from)
     if place == 0:
         try:
-            group = SharedMemoryGroup.create(place, ranks, abort, crowded, timeout)
+            shared = SharedMemoryGroup.create(place, ranks, abort, crowded, timeout)
         except OSError as error:
             raise GroupBroken(f"Rank {rank} cannot make shared memory: {error.strerror or error}.") from None
         with contextlib.ExitStack() as stack:
-            stack.callback(group.close)
+            stack.callback(shared.close)
             for stream in streams.values():
-                stream.send_descriptors(group.fds, meeting.timeout)
+                stream.send_descriptors(shared.fds, meeting.timeout)
                 stream.close()
             stack.pop_all()
-        return group
+        return shared
     fds = streams[0].receive_descriptors(len(ranks) + 1, meeting.timeout)
     streams[0].close()
     try:

@@ -52,6 +52,10 @@ class Group(Protocol):
 
     def barrier(self) -> None: ...
 
+    def describe(self) -> dict[str, Any]:
+        """How it exchanges: `transport`, and the sizes in bytes from which it goes about it another way."""
+        ...
+
 
 class SingleGroup:
     """A group of one: every exchange is the identity."""
@@ -83,6 +87,9 @@ class SingleGroup:
     def barrier(self) -> None:
         return None
 
+    def describe(self) -> dict[str, Any]:
+        return {"transport": "none"}
+
 
 def _unbound(self: GroupHandle, *args: Any, **kwargs: Any) -> NoReturn:
     raise GroupBroken("The group is not connected in this epoch.")
@@ -97,6 +104,7 @@ class GroupHandle:
 
     _OPERATIONS = (
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier",
+        "describe",
     )  # fmt: skip
 
     def __init__(self, rank: int, size: int):
@@ -114,7 +122,7 @@ class GroupHandle:
         for name in self._OPERATIONS:
             self.__dict__.pop(name, None)
 
-    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = send = recv = barrier = _unbound
+    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = send = recv = barrier = describe = _unbound
 
 
 @dataclass(frozen=True)

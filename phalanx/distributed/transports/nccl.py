@@ -40,6 +40,9 @@ class TorchGroup:
         self._watch = threading.Thread(target=self._watch_abort, name="group abort", daemon=True)
         self._watch.start()
 
+    def describe(self) -> dict[str, Any]:
+        return {"transport": str(self._backend.name())}
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """In place where `tensor` is contiguous."""
         out = tensor.contiguous()
@@ -136,6 +139,9 @@ class StagedGroup:
     def __init__(self, control: Group, device: torch.device):
         self.rank, self.size = control.rank, control.size
         self._control, self._device = control, device
+
+    def describe(self) -> dict[str, Any]:
+        return {**self._control.describe(), "device": str(self._device)}
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._back(self._control.all_reduce(tensor.cpu()))

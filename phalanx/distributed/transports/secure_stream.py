@@ -116,6 +116,7 @@ class SecureStream:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+        self.encrypted = False
         self._send: _Codec
         self._receive: _Codec
 
@@ -148,6 +149,7 @@ class SecureStream:
                 raise Unauthenticated(f"{self.peer} does not have the key.")
             session = bytes(theirs + mine)
         session += _MODES[encrypt]
+        self.encrypted = encrypt
         to_server, to_client = (_prove(key, name, session) for name in (b"to-server", b"to-client"))
         self._send = _Codec(to_server if client else to_client, encrypt)
         self._receive = _Codec(to_client if client else to_server, encrypt)

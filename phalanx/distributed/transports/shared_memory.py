@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -97,6 +97,9 @@ class SharedMemoryGroup:
         words, data = _layout(len(ranks))
         segment = Segment(fds[0], list(fds[1:]), rank, _names(ranks), words, data, abort, crowded)
         return cls(segment, rank, ranks, timeout)
+
+    def describe(self) -> dict[str, Any]:
+        return {"transport": "shared memory", "sliced_from_bytes": _WHOLE_SUM // self.size + 1, "round_bytes": SLOT}
 
     @property
     def fds(self) -> list[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -56,6 +57,15 @@ class TcpGroup:
         self._number = 0
         self._sent = [0] * self.size
         self._received = [0] * self.size
+
+    @property
+    def streams(self) -> Mapping[int, SecureStream]:
+        """The members' connections, by their rank in the group."""
+        return self._streams
+
+    def describe(self) -> dict[str, Any]:
+        sealed = any(stream.encrypted for stream in self._streams.values())
+        return {"transport": "tcp", "encrypted": sealed, "sliced_from_bytes": _WHOLE_SUM + 1}
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         flat = tensor.contiguous().view(-1)

@@ -7,6 +7,7 @@ import torch
 
 from phalanx.distributed.collectives import Group, GroupHandle, Groups, SingleGroup
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
+from phalanx.distributed.transports.compressed import CompressedGroup
 from phalanx.distributed.transports.shared_memory import SharedMemoryGroup
 from phalanx.distributed.transports.tcp import TcpGroup
 
@@ -34,9 +35,9 @@ def test_a_group_of_one_is_the_identity():
         group.recv((1,), torch.float32, 0)
 
 
-@pytest.mark.parametrize("kind", [SingleGroup, SharedMemoryGroup, TcpGroup, GroupHandle])
+@pytest.mark.parametrize("kind", [SingleGroup, SharedMemoryGroup, TcpGroup, CompressedGroup, GroupHandle])
 def test_every_group_has_every_operation(kind):
-    assert {"all_reduce", "all_to_all", "barrier"} < OPERATIONS and len(OPERATIONS) == 8
+    assert {"all_reduce", "all_to_all", "barrier"} < OPERATIONS and len(OPERATIONS) == 9
     for name in OPERATIONS:
         assert callable(getattr(kind, name))
     assert set(GroupHandle._OPERATIONS) == OPERATIONS
