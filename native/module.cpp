@@ -4,6 +4,7 @@
 
 namespace phalanx {
 
+void bind_attention(nb::module_& m);
 void bind_block_matmul(nb::module_& m);
 void bind_pointwise(nb::module_& m);
 
@@ -19,6 +20,7 @@ NB_MODULE(_native, m) {
   m.def("set_team", &set_team);
   m.def("set_team_spin", &set_team_spin);
   m.def("team_size", &team_size);
+  bind_attention(m);
   bind_block_matmul(m);
   bind_pointwise(m);
 }

@@ -103,7 +103,9 @@ class CacheConfig:
         "the free memory.",
     )
     kv_cache_dtype: str = option(
-        "auto", "Type of the KV cache; auto is the model's.", choices=("auto", "float32", "bfloat16", "float16")
+        "auto",
+        "Type of the KV cache; auto is the model's.",
+        choices=("auto", "float32", "bfloat16", "float16", "int8"),
     )
     enable_prefix_caching: bool = option(True, "Reuse the KV cache of equal prompt beginnings.")
 

@@ -1,8 +1,9 @@
 """The seam between the decoder and the code that reads and writes the KV cache.
 
 A backend is chosen once per worker (`attention.registry`). Once per step `plan` turns the step's shape into whatever
-the backend wants to precompute; then every layer calls `write` and `attend` with it. Every backend returns the
-log-sum-exp of the scores beside the output, so that partial results over parts of a context can be merged.
+the backend wants to precompute; then every layer calls `attend_merged` with it, which does all that stands between the
+product of query, key and value and the product behind attention. `write` and `attend` are its parts. `attend` returns
+the log-sum-exp of the scores beside the output, so that partial results over parts of a context can be merged.
 """
 
 from __future__ import annotations
@@ -55,6 +56,32 @@ class LayerCache:
     value: torch.Tensor
 
 
+class HeadNorm(Protocol):
+    """A norm over the numbers of each head."""
+
+    layer: bool
+    """A layer norm, not an RMS norm."""
+    weight: torch.Tensor | None
+    eps: float
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, heads, head_dim] -> the same."""
+        ...
+
+
+class Rotation(Protocol):
+    """The rotary positions of a step's tokens."""
+
+    cos: torch.Tensor
+    """[T, 1, dim]: the first `dim` numbers of each head are rotated."""
+    signed_sin: torch.Tensor
+    """[T, 1, dim], its first half negated."""
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """[T, heads, head_dim] -> the same."""
+        ...
+
+
 class AttentionBackend(Protocol):
     name: str
 
@@ -74,4 +101,15 @@ class AttentionBackend(Protocol):
         self, query: torch.Tensor, cache: LayerCache, layout: StepLayout, plan: Any, shape: AttentionShape
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """query [T, heads, head_dim] -> output of the same shape and log-sum-exp [T, heads] in float32."""
+        ...
+
+    def attend_merged(
+        self, qkv: torch.Tensor, cache: LayerCache, layout: StepLayout, plan: Any, shape: AttentionShape,
+        q_norm: HeadNorm | None, k_norm: HeadNorm | None, turn: Rotation | None, query_factor: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """qkv [T, (heads + 2 · kv heads) · head_dim], as the product wrote it -> [T, heads · head_dim].
+
+        Query and key heads are normed (both or none), then rotated; queries are multiplied by `query_factor` [T, 1, 1];
+        keys and values are stored, and attended to.
+        """
         ...

@@ -7,6 +7,7 @@ from importlib import import_module
 
 from phalanx.attention.base import AttentionBackend
 from phalanx.errors import ConfigError
+from phalanx.kernels.library import native
 
 
 @dataclass(frozen=True)
@@ -16,15 +17,28 @@ class Entry:
     """module:class, imported when chosen."""
     devices: tuple[str, ...]
     """Empty: any."""
+    types: tuple[str, ...]
+    """Of activations and cache."""
+    compiled: bool
+    """Needs the native library."""
     reason: str
 
 
+_TORCH_TYPES = ("float32", "bfloat16", "float16")
 _ENTRIES = (
-    Entry("cpu", "phalanx.attention.cpu:CpuAttention", ("cpu",), "batched flash attention of PyTorch for CPUs"),
     Entry(
-        "sdpa", "phalanx.attention.sdpa:SdpaAttention", (), "the reference in plain PyTorch, which runs on any device"
+        "native", "phalanx.attention.native:NativeAttention", ("cpu",), ("float32", "bfloat16", "int8"), True,
+        "one call a layer, the same bits in any batch",
     ),
-)
+    Entry(
+        "cpu", "phalanx.attention.cpu:CpuAttention", ("cpu",), _TORCH_TYPES, False,
+        "batched flash attention of PyTorch for CPUs",
+    ),
+    Entry(
+        "sdpa", "phalanx.attention.sdpa:SdpaAttention", (), _TORCH_TYPES, False,
+        "the reference in plain PyTorch, which runs on any device",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,13 +47,37 @@ class Choice:
     reason: str
 
 
-def choose(device: str, name: str | None = None) -> Choice:
-    """The backend for a device ("cpu", "cuda"), or the one called `name`. Raises ConfigError for one that cannot be."""
+def choose(device: str, name: str | None = None, *, dtype: str = "float32", cache_dtype: str | None = None) -> Choice:
+    """The backend for a device ("cpu", "cuda") and the types of activations and cache, or the one called `name`. Raises
+    ConfigError for one that cannot be."""
+    if name is not None and name not in (entry.name for entry in _ENTRIES):
+        known = ", ".join(entry.name for entry in _ENTRIES)
+        raise ConfigError(f"There is no attention backend '{name}'.", fix=f"Known: {known}.")
+    types = {dtype, cache_dtype or dtype}
+    why = ""
     for entry in _ENTRIES:
-        fits = not entry.devices or device.partition(":")[0] in entry.devices
-        if (name is None and fits) or name == entry.name:
-            if not fits:
-                raise ConfigError(f"The attention backend '{name}' does not run on {device}.", fix="Leave it out.")
-            module, _, cls = entry.place.partition(":")
-            return Choice(getattr(import_module(module), cls)(), entry.reason)
-    raise ConfigError(f"There is no attention backend '{name}'.", fix=f"Known: {', '.join(e.name for e in _ENTRIES)}.")
+        if name in (None, entry.name):
+            missing = _missing(entry, device, types)
+            if not missing:
+                module, _, cls = entry.place.partition(":")
+                return Choice(getattr(import_module(module), cls)(), entry.reason)
+            why = why or missing
+    raise (
+        ConfigError(f"The attention backend '{name}' {why}.", fix="Leave it out.")
+        if name
+        else ConfigError(
+            f"No attention backend serves a KV cache of {cache_dtype} here: the native one {why}.",
+            fix="Leave --kv-cache-dtype out.",
+        )
+    )
+
+
+def _missing(entry: Entry, device: str, types: set[str]) -> str:
+    """Why a backend does not serve; empty when it does."""
+    if entry.devices and device.partition(":")[0] not in entry.devices:
+        return f"does not run on {device}"
+    if not types <= set(entry.types):
+        return f"does not take {', '.join(sorted(types - set(entry.types)))}"
+    if entry.compiled and native() is None:
+        return "needs the native library"
+    return ""

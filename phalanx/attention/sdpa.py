@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
 
-from phalanx.attention.base import AttentionShape, LayerCache, StepLayout
+from phalanx.attention.base import AttentionShape, HeadNorm, LayerCache, Rotation, StepLayout
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,28 @@ class SdpaAttention:
             lse[start:stop] = scores.logsumexp(-1).T
             output[start:stop] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).to(query.dtype)
         return output, lse
+
+    def attend_merged(
+        self, qkv: torch.Tensor, cache: LayerCache, layout: StepLayout, plan: Any, shape: AttentionShape,
+        q_norm: HeadNorm | None, k_norm: HeadNorm | None, turn: Rotation | None, query_factor: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
+        heads, kv_heads = shape.num_heads, shape.num_kv_heads
+        qkv = qkv.view(qkv.shape[0], heads + 2 * kv_heads, shape.head_dim)
+        value = qkv[:, heads + kv_heads :]
+        if q_norm is not None and k_norm is not None:
+            query, key = q_norm.forward(qkv[:, :heads]), k_norm.forward(qkv[:, heads : heads + kv_heads])
+            if turn is not None:
+                query, key = turn(query), turn(key)
+        else:
+            both = qkv[:, : heads + kv_heads]
+            if turn is not None:
+                both = turn(both)
+            query, key = both[:, :heads], both[:, heads:]
+        if query_factor is not None:
+            query = query * query_factor
+        self.write(cache, key, value, layout)
+        attended, _ = self.attend(query, cache, layout, plan, shape)
+        return attended.reshape(qkv.shape[0], heads * shape.head_dim)
 
 
 def visible(queries: int, context: int, window: int | None, device: torch.device) -> torch.Tensor:

@@ -45,20 +45,7 @@ class Attention(Layer):
         query_factor: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
         """`turn` rotates query and key; `query_factor` [T, 1, 1] multiplies queries."""
-        tokens, heads, kv_heads = x.shape[0], self.shape.num_heads, self.shape.num_kv_heads
-        qkv = self.qkv.forward(x).view(tokens, heads + 2 * kv_heads, self.shape.head_dim)
-        value = qkv[:, heads + kv_heads :]
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm.forward(qkv[:, :heads]), self.k_norm.forward(qkv[:, heads : heads + kv_heads])
-            if turn is not None:
-                query, key = turn(query), turn(key)
-        else:
-            both = qkv[:, : heads + kv_heads]
-            if turn is not None:
-                both = turn(both)
-            query, key = both[:, :heads], both[:, heads:]
-        if query_factor is not None:
-            query = query * query_factor
-        self.backend.write(cache, key, value, layout)
-        attended, _ = self.backend.attend(query, cache, layout, plan, self.shape)
-        return self.out.forward(attended.reshape(tokens, heads * self.shape.head_dim))
+        attended = self.backend.attend_merged(
+            self.qkv.forward(x), cache, layout, plan, self.shape, self.q_norm, self.k_norm, turn, query_factor
+        )
+        return self.out.forward(attended)

@@ -25,7 +25,7 @@ from phalanx.layers.linear import LinearContext, ReplicatedLinear
 from phalanx.layers.weights import Loadable
 from phalanx.models.blocks import BlockContext, Step, make_block, make_norm
 from phalanx.models.rope import make_rotary
-from phalanx.models.spec import DecoderSpec
+from phalanx.models.spec import DecoderSpec, kv_head_bytes
 from phalanx.models.split import Split
 from phalanx.quantization.base import Scheme, choose_scheme
 
@@ -110,8 +110,9 @@ class Decoder(Layer):
 
     def cache_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
         """Keys and values of this rank's layers and heads for one token."""
-        numbers = sum(2 * b.attention.shape.num_kv_heads * b.attention.shape.head_dim for b in self.blocks)
-        return numbers * (dtype or self.dtype).itemsize
+        name = str(dtype or self.dtype).removeprefix("torch.")
+        shapes = [block.attention.shape for block in self.blocks]
+        return sum(shape.num_kv_heads * kv_head_bytes(shape.head_dim, name) for shape in shapes)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, caches: list[LayerCache], layout: StepLayout,

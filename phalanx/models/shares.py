@@ -6,7 +6,7 @@ from functools import lru_cache
 from math import prod
 
 from phalanx.distributed.mesh import Mesh, Place
-from phalanx.models.spec import BYTES_PER_ELEMENT, DecoderSpec, LayerSpec, WeightSpec, layer_tensors
+from phalanx.models.spec import BYTES_PER_ELEMENT, DecoderSpec, LayerSpec, WeightSpec, kv_head_bytes, layer_tensors
 from phalanx.models.split import Split
 
 
@@ -69,4 +69,4 @@ def kv_bytes_per_token(spec: DecoderSpec, split: Split, place: Place, dtype: str
 def layer_kv_bytes(layer: LayerSpec, split: Split, tp: int, dtype: str) -> int:
     """Keys and values of one token in one layer on tensor rank `tp`."""
     attention = layer.attention
-    return 2 * split.kv_heads(attention).length(tp) * attention.head_dim * BYTES_PER_ELEMENT[dtype]
+    return split.kv_heads(attention).length(tp) * kv_head_bytes(attention.head_dim, dtype)

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
+BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 CheckpointType = Literal["float32", "bfloat16", "float16", "quantized"]
 
@@ -129,6 +129,11 @@ class AttentionSpec:
         return head * self.num_kv_heads // self.num_heads
 
 
+def kv_head_bytes(head_dim: int, dtype: str) -> int:
+    """One token's key and value of one head in a cache of `dtype`; int8 ones have a float32 scale each."""
+    return 2 * (head_dim * BYTES_PER_ELEMENT[dtype] + (4 if dtype == "int8" else 0))
+
+
 @dataclass(frozen=True)
 class GatedMlp:
     """down(activation(gate(x)) * up(x))."""
@@ -232,8 +237,8 @@ class DecoderSpec:
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Keys and values of all layers for one token."""
-        numbers = sum(2 * layer.attention.num_kv_heads * layer.attention.head_dim for layer in self.layers)
-        return numbers * BYTES_PER_ELEMENT[dtype]
+        attentions = [layer.attention for layer in self.layers]
+        return sum(spec.num_kv_heads * kv_head_bytes(spec.head_dim, dtype) for spec in attentions)
 
     @cached_property
     def tensors(self) -> dict[str, WeightSpec]:

@@ -41,7 +41,7 @@ from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.request_table import RequestTable
 from phalanx.worker.stage_link import StageLink
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 _WARM_UP_TOKENS = 16
 _WARM_UP_STEPS = 2
@@ -136,7 +136,9 @@ class Worker:
                 progress("weights", share)
 
         model = self.config.model
-        attention = attention_registry.choose(self.device.type)
+        attention = attention_registry.choose(
+            self.device.type, dtype=model.dtype, cache_dtype=self.config.cache.kv_cache_dtype
+        )
         self.attention_reason = f"{attention.backend.name}: {attention.reason}"
         self._fingerprint = fingerprint(self.checkpoint)
         self._decoder = load_decoder(

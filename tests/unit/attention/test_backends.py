@@ -175,10 +175,21 @@ def test_merge_of_parts() -> None:
     assert torch.allclose(lse, scores.logsumexp(-1), atol=1e-6)
 
 
-def test_choice() -> None:
-    assert choose("cpu").backend.name == "cpu" and choose("cuda:0").backend.name == "sdpa"
-    assert choose("cpu", name="sdpa").backend.name == "sdpa" and choose("cpu").reason
+def test_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("cuda:0").backend.name == "sdpa" and choose("cpu", name="sdpa").backend.name == "sdpa"
+    assert choose("cpu", dtype="float16").backend.name == "cpu" and choose("cpu").reason
     with pytest.raises(ConfigError, match="does not run on cuda"):
         choose("cuda", name="cpu")
     with pytest.raises(ConfigError, match="no attention backend 'flash'"):
         choose("cpu", name="flash")
+    with pytest.raises(ConfigError, match="'cpu' does not take int8"):
+        choose("cpu", name="cpu", cache_dtype="int8")
+    with pytest.raises(ConfigError, match="No attention backend serves a KV cache of int8 here"):
+        choose("cuda", cache_dtype="int8")
+    monkeypatch.setattr("phalanx.attention.registry.native", lambda: object())
+    assert choose("cpu").backend.name == "native"
+    assert choose("cpu", dtype="bfloat16", cache_dtype="int8").backend.name == "native"
+    monkeypatch.setattr("phalanx.attention.registry.native", lambda: None)
+    assert choose("cpu").backend.name == "cpu"
+    with pytest.raises(ConfigError, match="needs the native library"):
+        choose("cpu", cache_dtype="int8")

@@ -1,0 +1,330 @@
+#include "attention.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <list>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+#include "bindings.hpp"
+#include "team.hpp"
+
+namespace phalanx {
+namespace {
+
+constexpr int kRowsPerTask = 48;    // queries (tokens times heads) that share a pass over the keys
+constexpr int kTokensPerWrite = 16;
+constexpr int kPiecesPerThread = 6;
+constexpr int kReadCost = 8;  // what reading a key and its value costs, in rows of work on it
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+
+// At least `bytes`, aligned to 64, of this thread's own; its contents last until the next call.
+template <int WHICH>
+char* thread_memory(std::size_t bytes) {
+  static thread_local std::unique_ptr<char, Free> memory;
+  static thread_local std::size_t have = 0;
+  if (bytes > have) {
+    have = (bytes + 4095) / 4096 * 4096;
+    memory.reset(static_cast<char*>(std::aligned_alloc(64, have)));
+    if (!memory) {
+      have = 0;
+      throw std::bad_alloc();
+    }
+  }
+  return memory.get();
+}
+
+struct Layer {
+  AttentionCall call{};
+  std::int64_t blocks;
+  std::vector<int> group_start, head_order;
+
+  Layer(const std::vector<int>& kv_head_of, int kv_heads, int dim, double scale, int window, double soft_cap,
+        int cache_type, bool tiled, int block_size, std::int64_t blocks, Address key, Address value)
+      : blocks(blocks), group_start{0} {
+    for (int kv = 0; kv < kv_heads; ++kv) {
+      for (std::size_t head = 0; head < kv_head_of.size(); ++head)
+        if (kv_head_of[head] == kv) head_order.push_back(static_cast<int>(head));
+      group_start.push_back(static_cast<int>(head_order.size()));
+    }
+    if (head_order.size() != kv_head_of.size()) throw std::invalid_argument("a query head reads a KV head that is not there");
+    call.heads = static_cast<int>(kv_head_of.size());
+    call.kv_heads = kv_heads;
+    call.dim = dim;
+    call.group_start = group_start.data();
+    call.head_order = head_order.data();
+    call.scale = static_cast<float>(scale);
+    call.soft_cap = static_cast<float>(soft_cap);
+    call.window = window;
+    call.cache_type = static_cast<CacheType>(cache_type);
+    call.tiled = tiled;
+    call.block_size = block_size;
+    call.key_cache = at_address<char>(key);
+    call.value_cache = at_address<char>(value);
+  }
+  Layer(const Layer&) = delete;
+};
+
+// The tasks of a step for layers of one kind, the costliest first.
+struct Tasks {
+  int window;
+  std::vector<int> group_start;
+  int threads;
+
+  struct Split {
+    AttentionTask whole;
+    std::size_t at;  // rows of span results before this one's
+    int pieces;
+  };
+  std::vector<AttentionTask> pieces;
+  std::vector<Split> splits;
+  std::unique_ptr<std::atomic<int>[]> left;  // pieces of each split
+  std::size_t part_rows = 0;
+  std::vector<std::pair<int, int>> writes;  // (first token, count): keys and values stored before the tasks run
+  int most_rows = 1;
+};
+
+class Plan {
+ public:
+  Plan(std::vector<int> query_start, std::vector<int> contexts, Address tables, int table_width, Address slots,
+       int block_size)
+      : starts_(std::move(query_start)), contexts_(std::move(contexts)), tables_(at_address<std::int32_t>(tables)),
+        slots_(at_address<std::int64_t>(slots)), width_(table_width), block_size_(block_size) {
+    if (starts_.size() != contexts_.size() + 1 || starts_[0] != 0 || block_size < 1)
+      throw std::invalid_argument("query_start has to have one entry more than context_lens, and to begin with 0");
+    for (std::size_t row = 0; row < contexts_.size(); ++row) {
+      const int count = starts_[row + 1] - starts_[row], context = contexts_[row];
+      if (count < 0 || context < count || context > static_cast<std::int64_t>(width_) * block_size)
+        throw std::invalid_argument("a row's tokens do not fit its context, or its context its blocks");
+      const int used = count ? (context + block_size - 1) / block_size : 0;
+      for (int i = 0; i < used; ++i) note(tables_[row * width_ + i]);
+    }
+    for (int token = 0; token < starts_.back(); ++token) note(slots_[token] < 0 ? -1 : slots_[token] / block_size);
+  }
+  Plan(const Plan&) = delete;
+
+  int tokens() const { return starts_.back(); }
+
+  // `call` completed by the step's tables. Throws where they point outside the layer's cache.
+  AttentionCall on(const Layer& layer) const {
+    if (lowest_ < 0 || highest_ >= layer.blocks || block_size_ != layer.call.block_size)
+      throw std::invalid_argument("the step uses blocks that the cache does not have");
+    AttentionCall call = layer.call;
+    call.tables = tables_;
+    call.table_width = width_;
+    call.slots = slots_;
+    return call;
+  }
+
+  Tasks& tasks(const Layer& layer) {
+    const int threads = team_size();
+    for (Tasks& tasks : tasks_)
+      if (tasks.window == layer.call.window && tasks.threads == threads && tasks.group_start == layer.group_start)
+        return tasks;
+    Tasks& made = tasks_.emplace_back();
+    make(layer, threads, made);
+    return made;
+  }
+
+ private:
+  void note(std::int64_t block) {
+    lowest_ = std::min(lowest_, block);
+    highest_ = std::max(highest_, block);
+  }
+
+  void make(const Layer& layer, int threads, Tasks& made) const;
+
+  std::vector<int> starts_, contexts_;
+  const std::int32_t* tables_;
+  const std::int64_t* slots_;
+  int width_, block_size_;
+  std::int64_t lowest_ = 0, highest_ = 0;
+  std::list<Tasks> tasks_;
+};
+
+void Plan::make(const Layer& layer, int threads, Tasks& made) const {
+  made.window = layer.call.window;
+  made.group_start = layer.group_start;
+  made.threads = threads;
+  int largest = 0, smallest = layer.call.heads;
+  for (int kv = 0; kv < layer.call.kv_heads; ++kv) {
+    const int group = layer.group_start[kv + 1] - layer.group_start[kv];
+    largest = std::max(largest, group);
+    smallest = std::min(smallest, group);
+  }
+  std::vector<std::pair<double, AttentionTask>> wholes;
+  double all = 0;
+  const auto cost_of = [&](const AttentionTask& task) {
+    const int group = layer.group_start[task.kv_head + 1] - layer.group_start[task.kv_head];
+    int keys = task.position + task.count;
+    if (made.window > 0) keys = std::min(keys, made.window + task.count);
+    return static_cast<double>(keys) * (task.count * group + kReadCost);
+  };
+  for (std::size_t row = 0; row < contexts_.size(); ++row) {
+    const int first = starts_[row], count = starts_[row + 1] - first, past = contexts_[row] - count;
+    if (count == 0) continue;
+    // Few tokens of one span are stored by the task that reads them; more of them by tasks of their own before.
+    const bool own_write = smallest > 0 && count <= std::max(1, kRowsPerTask / largest) &&
+                           past / kAttentionSpan == (contexts_[row] - 1) / kAttentionSpan;
+    if (!own_write)
+      for (int at = 0; at < count; at += kTokensPerWrite)
+        made.writes.emplace_back(first + at, std::min(kTokensPerWrite, count - at));
+    for (int kv = 0; kv < layer.call.kv_heads; ++kv) {
+      const int group = layer.group_start[kv + 1] - layer.group_start[kv];
+      if (group == 0) continue;
+      const int step = own_write ? count : std::max(1, kRowsPerTask / group);
+      for (int at = 0; at < count; at += step) {
+        AttentionTask task{};
+        task.row = static_cast<int>(row);
+        task.kv_head = kv;
+        task.first = first + at;
+        task.count = std::min(step, count - at);
+        task.position = past + at;
+        const int oldest = made.window > 0 ? std::max(0, task.position - made.window + 1) : 0;
+        task.first_span = oldest / kAttentionSpan;
+        task.last_span = (task.position + task.count - 1) / kAttentionSpan + 1;
+        task.writes = own_write;
+        task.split = -1;
+        const double cost = cost_of(task);
+        all += cost;
+        wholes.emplace_back(cost, task);
+        made.most_rows = std::max(made.most_rows, task.count * group);
+      }
+    }
+  }
+  const double fair = all / (threads * kPiecesPerThread);
+  std::vector<std::pair<double, AttentionTask>> pieces;
+  for (auto& [cost, task] : wholes) {
+    const int spans = task.last_span - task.first_span;
+    const int step = std::max(1, static_cast<int>(fair * spans / cost));
+    if (threads == 1 || step >= spans) {
+      pieces.emplace_back(cost, task);
+      continue;
+    }
+    const int rows = task.count * (layer.group_start[task.kv_head + 1] - layer.group_start[task.kv_head]);
+    Tasks::Split split{task, made.part_rows, 0};
+    for (int at = task.first_span; at < task.last_span; at += step) {
+      AttentionTask piece = task;
+      piece.first_span = at;
+      piece.last_span = std::min(at + step, task.last_span);
+      piece.writes = task.writes && piece.last_span == task.last_span;
+      piece.split = static_cast<int>(made.splits.size());
+      pieces.emplace_back(cost * (piece.last_span - at) / spans, piece);
+      ++split.pieces;
+    }
+    made.part_rows += static_cast<std::size_t>(rows) * spans;
+    made.splits.push_back(split);
+  }
+  std::stable_sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  for (const auto& piece : pieces) made.pieces.push_back(piece.second);
+  made.left = std::make_unique<std::atomic<int>[]>(made.splits.size());
+  for (std::size_t i = 0; i < made.splits.size(); ++i) made.left[i].store(made.splits[i].pieces);
+}
+
+void run(const AttentionCall& call, Tasks& tasks, bool writes) {
+  const Attention& kernels = attention();
+  const std::size_t scratch = kernels.scratch_bytes(tasks.most_rows, call.dim);
+  if (writes) {
+    parallel_for(tasks.writes.size(), [&](std::size_t i) {
+      kernels.write(call, tasks.writes[i].first, tasks.writes[i].second, 0, call.kv_heads, thread_memory<0>(scratch));
+    });
+  }
+  const std::size_t part = 16 + (call.dim + 15) / 16 * 16;
+  float* parts = nullptr;
+  if (tasks.part_rows != 0) parts = reinterpret_cast<float*>(thread_memory<1>(tasks.part_rows * part * 4));
+  parallel_for(tasks.pieces.size(), [&](std::size_t i) {
+    AttentionTask task = tasks.pieces[i];
+    if (!writes) task.writes = 0;
+    char* memory = thread_memory<0>(scratch);
+    if (task.split < 0) {
+      kernels.attend(call, task, nullptr, memory);
+      return;
+    }
+    const Tasks::Split& split = tasks.splits[task.split];
+    const int rows = task.count * (call.group_start[task.kv_head + 1] - call.group_start[task.kv_head]);
+    float* first = parts + split.at * part;
+    kernels.attend(call, task, first + static_cast<std::size_t>(task.first_span - split.whole.first_span) * rows * part,
+                   memory);
+    if (tasks.left[task.split].fetch_sub(1, std::memory_order_acq_rel) == 1) {  // the last one done joins them, in order
+      kernels.merge(call, task, split.whole.last_span - split.whole.first_span, first, memory);
+      tasks.left[task.split].store(split.pieces, std::memory_order_relaxed);  // for the next layer
+    }
+  });
+}
+
+// Norm and rotation of query and key, the write of the cache, attention. `norm_type` and `table_type`: -1 for none.
+void attend_merged(const Layer& layer, Plan& plan, Address qkv, int type, Address query_norm, Address key_norm,
+                   int norm_type, double eps, Address cos, Address sin, int table_type, int rope_dim, Address factor,
+                   Address out) {
+  AttentionCall call = plan.on(layer);
+  const std::size_t item = type == 1 ? 2 : 4, keys = static_cast<std::size_t>(call.heads) * call.dim,
+                    values = keys + static_cast<std::size_t>(call.kv_heads) * call.dim;
+  call.type = type;
+  call.query = at_address<void>(qkv);
+  call.key = at_address<void>(qkv + keys * item);
+  call.value = at_address<void>(qkv + values * item);
+  call.query_pitch = call.key_pitch = values + static_cast<std::size_t>(call.kv_heads) * call.dim;
+  call.norms = norm_type >= 0;
+  call.norm_type = norm_type;
+  call.query_norm = at_address<void>(query_norm);
+  call.key_norm = at_address<void>(key_norm);
+  call.eps = static_cast<float>(eps);
+  call.table_type = table_type;
+  call.rope_dim = table_type < 0 ? 0 : rope_dim;
+  call.cos = at_address<void>(cos);
+  call.sin = at_address<void>(sin);
+  call.factor = at_address<void>(factor);
+  call.out = at_address<void>(out);
+  run(call, plan.tasks(layer), true);
+}
+
+void attend_cached(const Layer& layer, Plan& plan, Address query, int type, Address out, Address lse) {
+  AttentionCall call = plan.on(layer);
+  call.type = type;
+  call.query = at_address<void>(query);
+  call.query_pitch = static_cast<std::size_t>(call.heads) * call.dim;
+  call.out = at_address<void>(out);
+  call.lse = at_address<float>(lse);
+  run(call, plan.tasks(layer), false);
+}
+
+// Token i of `tokens` goes to slots[i]; its heads follow each other, and tokens are `pitch` numbers apart.
+void write_cache(const Layer& layer, Address slots, int tokens, Address key, Address value, std::size_t pitch, int type) {
+  AttentionCall call = layer.call;
+  call.slots = at_address<std::int64_t>(slots);
+  for (int i = 0; i < tokens; ++i)
+    if (call.slots[i] < 0 || call.slots[i] >= layer.blocks * call.block_size)
+      throw std::invalid_argument("a slot is outside the cache");
+  call.type = type;
+  call.key = at_address<void>(key);
+  call.value = at_address<void>(value);
+  call.key_pitch = pitch;
+  const Attention& kernels = attention();
+  const std::size_t scratch = kernels.scratch_bytes(1, call.dim);
+  parallel_for((tokens + kTokensPerWrite - 1) / kTokensPerWrite, [&](std::size_t i) {
+    const int first = static_cast<int>(i) * kTokensPerWrite;
+    kernels.write(call, first, std::min(kTokensPerWrite, tokens - first), 0, call.kv_heads, thread_memory<0>(scratch));
+  });
+}
+
+}  // namespace
+
+void bind_attention(nb::module_& m) {
+  nb::class_<Layer>(m, "AttentionLayer")
+      .def(nb::init<const std::vector<int>&, int, int, double, int, double, int, bool, int, std::int64_t, Address,
+                    Address>());
+  nb::class_<Plan>(m, "AttentionPlan")
+      .def(nb::init<std::vector<int>, std::vector<int>, Address, int, Address, int>())
+      .def_prop_ro("tokens", &Plan::tokens);
+  m.def("attend_merged", &attend_merged, nb::call_guard<nb::gil_scoped_release>());
+  m.def("attend_cached", &attend_cached, nb::call_guard<nb::gil_scoped_release>());
+  m.def("write_cache", &write_cache, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace phalanx
