@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import queue
 import secrets
@@ -38,6 +39,8 @@ from phalanx.config import EngineConfig, options_by_name
 from phalanx.error_names import error_named
 from phalanx.errors import ConfigError, EngineDead, InvalidRequest, PhalanxError
 from phalanx.sampling_params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 _GROUP = 32
 """Most requests that are sent to a leader in one call."""
@@ -142,6 +145,9 @@ class RayDistributedEngine:
             cpus = leaders * config.parallel.world_size * (1.0 if each is None else each)
             resources = RayResources(ray_config or RayConfig(use_placement_groups=False), at_least=cpus)
             self._resources = resources
+        share = _share_of_cpus(resources, config, leaders * config.parallel.world_size)
+        if share is not None:
+            arguments = {**arguments, "num_cpus_per_worker": share}
         resources.give_back()
         environment = {**env.for_ranks(), "RAY_ADDRESS": resources.address}
         hang = config.recovery.hang_timeout + 5.0
@@ -367,6 +373,29 @@ class RayDistributedEngine:
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in options_by_name()}
+
+
+def _share_of_cpus(resources: RayResources, config: EngineConfig, ranks: int) -> float | None:
+    """CPUs for each rank where one each would leave less than half of those that are free; None: one each.
+
+    Only on a cluster that was started here, which nobody else uses: its CPUs are this program's, which may want another
+    engine beside this one. Ranks that share cores are slower, no more.
+    """
+    total = resources.ray.cluster_resources() if resources.started else {}
+    if (
+        config.parallel.num_cpus_per_worker is not None
+        or not total
+        or total.get("GPU")
+        or config.model.device == "cuda"
+    ):
+        return None
+    held = resources.config.bundle.get("CPU", 0.0) * resources.config.num_nodes if resources.group is not None else 0.0
+    free = min(total.get("CPU", 0.0), resources.ray.available_resources().get("CPU", 0.0) + held)
+    share: float = math.floor(free / 2 / ranks * 1000) / 1000
+    if share >= 1 or share <= 0:
+        return None
+    log.info("%d ranks take %g of %g free CPUs each, so that another engine has room.", ranks, share, free)
+    return share
 
 
 def _listed(requests: Any) -> list[Request]:

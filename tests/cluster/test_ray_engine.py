@@ -291,26 +291,15 @@ engine = RayDistributedEngine(model_name="...", worker_cls=CustomRayWorker, cust
 """
 
 
-@pytest.mark.parametrize(
-    ("example", "look", "said"),
-    [
-        (FIRST, "print([response.usage['completion_tokens'] > 0 for response in responses])", "[True, True]"),
-        pytest.param(
-            SECOND,
-            "print(engine.generate(['Hello'])[0].metadata)",
-            "{'custom_param': 7}",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_the_published_examples_as_they_stand(alone, model, tmp_path, example, look, said) -> None:
-    """As programs: only the model's name is filled in, and something is looked at in the end. Nothing closes the
-    engine; the end of the program does. (One after the other in one program they need 3 CPUs: the first engine lives
-    until the second one is there.)"""
+def test_the_published_examples_as_they_stand(alone, model, tmp_path) -> None:
+    """As one program on 2 CPUs: only the model's name is filled in, and something is looked at. The first engine lives
+    until the second one is there, and nothing closes them; the end of the program does."""
+    look = "print([r.usage['completion_tokens'] > 0 for r in responses], engine.generate(['Hello'])[0].metadata)"
+    said = "[True, True] {'custom_param': 7}"
     script = tmp_path / "example.py"
-    script.write_text(f"{IMPORTS}{example}{look}\n".replace('"..."', repr(model)))
+    script.write_text(f"{IMPORTS}{FIRST}{SECOND}{look}\n".replace('"..."', repr(model)))
     environment = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == said, done.stdout
     assert done.stderr == ""
