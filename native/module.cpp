@@ -7,6 +7,7 @@ namespace phalanx {
 void bind_attention(nb::module_& m);
 void bind_block_matmul(nb::module_& m);
 void bind_pointwise(nb::module_& m);
+void bind_matmul(nb::module_& m);
 
 NB_MODULE(_native, m) {
   m.doc() = "Kernels for CPUs; see phalanx/kernels for what each does.";
@@ -23,6 +24,7 @@ NB_MODULE(_native, m) {
   bind_attention(m);
   bind_block_matmul(m);
   bind_pointwise(m);
+  bind_matmul(m);
 }
 
 }  // namespace phalanx

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from phalanx.distributed.collectives import Group
 from phalanx.distributed.partition import Partition
 from phalanx.layers.layer import Layer
+from phalanx.layers.linear import LinearContext
 from phalanx.layers.weights import WeightSlot
 
 
@@ -19,43 +19,40 @@ class VocabularyTable(Layer):
     A tied model uses one table for both.
     """
 
-    def __init__(
-        self, name: str, vocabulary: Partition, width: int, group: Group, rank: int, dtype: torch.dtype,
-        device: torch.device, *, bias: bool = False,
-    ):  # fmt: skip
+    def __init__(self, name: str, vocabulary: Partition, width: int, context: LinearContext, *, bias: bool = False):
         self.name = name
         self.vocabulary = vocabulary
-        self.group = group
-        self.start, self.stop = vocabulary.ranges[rank]
+        self.group = context.group
+        self.scheme = context.scheme
+        self.start, self.stop = vocabulary.ranges[context.rank]
         self.width = width
         self.split = not vocabulary.is_whole
-        self.weight = torch.empty(self.stop - self.start, width, dtype=dtype, device=device)
-        self.bias = torch.zeros(self.stop - self.start, dtype=dtype, device=device) if bias else None
+        rows = self.stop - self.start
+        self.storage = self.scheme.create(rows, width, context.dtype, context.device)
+        self.bias = torch.zeros(rows, dtype=context.dtype, device=context.device) if bias else None
 
     def slots(self) -> Iterator[WeightSlot]:
-        yield WeightSlot(f"{self.name}.weight", self.weight, (self.start, self.stop), (0, self.width))
+        target = self.scheme.rows(self.storage, 0, self.stop - self.start)
+        yield WeightSlot(f"{self.name}.weight", target, (self.start, self.stop), (0, self.width))
         if self.bias is not None:
             yield WeightSlot(f"{self.name}.bias", self.bias, (self.start, self.stop))
 
     def finish(self) -> None:
-        return None
+        self.scheme.finish(self.storage)
 
     @property
     def nbytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.scheme.nbytes(self.storage) + (0 if self.bias is None else self.bias.nbytes)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, width]."""
         if not self.split:
-            return F.embedding(token_ids, self.weight)
-        local = token_ids - self.start
-        outside = (local < 0) | (local >= self.stop - self.start)
-        rows = F.embedding(local.masked_fill_(outside, 0), self.weight).masked_fill_(outside[:, None], 0)
-        return self.group.all_reduce(rows)
+            return self.scheme.look_up(self.storage, token_ids, None)
+        return self.group.all_reduce(self.scheme.look_up(self.storage, token_ids, self.start))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, width] -> float32 [R, this rank's part of the vocabulary]."""
-        return F.linear(hidden, self.weight, self.bias).float()
+        return self.scheme.apply(self.storage, hidden, self.bias, wide=True)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits side by side: [R, whole vocabulary]."""

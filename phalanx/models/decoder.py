@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -27,7 +28,7 @@ from phalanx.models.blocks import BlockContext, Step, make_block, make_norm
 from phalanx.models.rope import make_rotary
 from phalanx.models.spec import DecoderSpec, kv_head_bytes
 from phalanx.models.split import Split
-from phalanx.quantization.base import Scheme, choose_scheme
+from phalanx.quantization.base import Scheme, Unquantized, choose_scheme
 
 
 class Decoder(Layer):
@@ -65,13 +66,14 @@ class Decoder(Layer):
         spec, embedding, width = self.spec, self.spec.embedding, self.spec.embedding.width
         dtype, device = linear.dtype, linear.device
 
-        def table(name: str, bias: bool) -> VocabularyTable:
-            vocabulary = self.split.vocabulary(spec)
-            return VocabularyTable(name, vocabulary, width, linear.group, linear.rank, dtype, device, bias=bias)
+        def table(name: str, bias: bool, *, multiplied: bool) -> VocabularyTable:
+            context = linear if multiplied else replace(linear, scheme=Unquantized())
+            return VocabularyTable(name, self.split.vocabulary(spec), width, context, bias=bias)
 
         projects = width != spec.hidden_size
-        needs_table = self.is_first or (self.is_last and spec.tie_embeddings)
-        self.embedding = table("embedding", False) if needs_table else None
+        tied_here = self.is_last and spec.tie_embeddings
+        needs_table = self.is_first or tied_here
+        self.embedding = table("embedding", False, multiplied=tied_here) if needs_table else None
         self.positions = None
         if self.is_first and embedding.positions is not None:
             self.positions = PositionTable(
@@ -86,7 +88,7 @@ class Decoder(Layer):
                 self.final_norm = make_norm("final_norm", spec.final_norm, spec.hidden_size, linear)
             if projects:
                 self.project_out = ReplicatedLinear("project_out", width, spec.hidden_size, False, linear)
-            self.head = self.embedding if spec.tie_embeddings else table("head", spec.head_bias)
+            self.head = self.embedding if spec.tie_embeddings else table("head", spec.head_bias, multiplied=True)
 
     def loadables(self) -> Iterator[Loadable]:
         """Every layer that holds weights, once, in the order of the model."""

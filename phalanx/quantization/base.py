@@ -1,20 +1,21 @@
 """The seam between a linear layer and the way its weights are stored: one `Scheme` a model.
 
 A layer asks the scheme to `create` storage for its rows and columns, the loader fills the rows, `finish` turns the
-storage into the form that computes fastest, and `apply` multiplies. Covers unquantised weights: as they are, and
-packed for oneDNN on CPUs. Quantised schemes come behind the same protocol.
+storage into the form that computes fastest, and `apply` multiplies; a token table is also looked up in. Covers
+unquantised weights: as they are, and packed for the native library. Quantised schemes come behind the same protocol.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from phalanx.errors import UnsupportedModel
+from phalanx.kernels.matmul import PackedMatrix, WeightMemory, packs, rows_twin
 
-Storage = dict[str, torch.Tensor]
+Storage = dict[str, Any]
 
 
 class Scheme(Protocol):
@@ -34,8 +35,15 @@ class Scheme(Protocol):
         """All rows are filled."""
         ...
 
-    def apply(self, storage: Storage, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [T, inputs] times the matrix's transpose, plus bias: [T, outputs]."""
+    def apply(
+        self, storage: Storage, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+    ) -> torch.Tensor:
+        """x [T, inputs] times the matrix's transpose, plus bias: [T, outputs], in float32 when `wide`."""
+        ...
+
+    def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
+        """Rows `ids` (int64 [T]) - `start` of the matrix, [T, inputs], zeros for those that it does not have; with None
+        it has all."""
         ...
 
     def nbytes(self, storage: Storage) -> int: ...
@@ -51,38 +59,55 @@ class Unquantized:
         return {"weight": torch.empty(outputs, inputs, dtype=dtype, device=device)}
 
     def rows(self, storage: Storage, start: int, stop: int) -> torch.Tensor:
-        return storage["weight"][start:stop]
+        weight: torch.Tensor = storage["weight"]
+        return weight[start:stop]
 
     def finish(self, storage: Storage) -> None:
         return None
 
-    def apply(self, storage: Storage, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, storage["weight"], bias)
+    def apply(
+        self, storage: Storage, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+    ) -> torch.Tensor:
+        y = F.linear(x, storage["weight"], bias)
+        return y.float() if wide else y
+
+    def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
+        weight = storage["weight"]
+        return F.embedding(ids, weight) if start is None else rows_twin(weight, ids, start)
 
     def nbytes(self, storage: Storage) -> int:
-        return storage["weight"].nbytes
+        weight: torch.Tensor = storage["weight"]
+        return weight.nbytes
 
 
-class PackedBfloat16(Unquantized):
-    """bfloat16 on a CPU: weights reordered once into the blocks that oneDNN multiplies from (up to twice as fast for
-    few rows, because nothing is reordered in a step). The plain copy is given up."""
+class Packed(Unquantized):
+    """float32 and bfloat16 on a CPU, in the order in which the native library reads them. The plain copy is given up
+    matrix by matrix."""
 
-    name = "bfloat16-packed"
+    name = "packed"
+
+    def __init__(self) -> None:
+        self._memory = WeightMemory()
 
     def finish(self, storage: Storage) -> None:
-        weight = storage["weight"]
-        if weight.numel():
-            storage["packed"] = torch.ops.mkldnn._reorder_linear_weight(storage.pop("weight"))
+        plain: torch.Tensor = storage.pop("weight")
+        outputs, inputs = plain.shape
+        storage["packed"] = matrix = PackedMatrix(outputs, inputs, plain.dtype, self._memory)
+        matrix.fill(plain)
 
-    def apply(self, storage: Storage, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        packed = storage.get("packed")
-        if packed is None:
-            return F.linear(x, storage["weight"], bias)
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return result
+    def apply(
+        self, storage: Storage, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+    ) -> torch.Tensor:
+        matrix: PackedMatrix = storage["packed"]
+        return matrix.multiply(x, bias, wide=wide)
+
+    def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
+        matrix: PackedMatrix = storage["packed"]
+        return matrix.rows(ids, start or 0)
 
     def nbytes(self, storage: Storage) -> int:
-        return sum(t.numel() * t.element_size() for t in storage.values())
+        held: PackedMatrix | torch.Tensor = storage["packed"] if "packed" in storage else storage["weight"]
+        return held.nbytes
 
 
 def choose_scheme(name: str | None, dtype: torch.dtype, device: torch.device) -> Scheme:
@@ -91,11 +116,4 @@ def choose_scheme(name: str | None, dtype: torch.dtype, device: torch.device) ->
         raise UnsupportedModel(
             f"The quantisation scheme '{str(name)[:60]}' is not in this version.", fix="Leave it out."
         )
-    if device.type == "cpu" and dtype == torch.bfloat16 and _packs_bfloat16():
-        return PackedBfloat16()
-    return Unquantized()
-
-
-def _packs_bfloat16() -> bool:
-    has_mkldnn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return Packed() if packs(dtype, device) else Unquantized()

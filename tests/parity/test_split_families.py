@@ -16,6 +16,7 @@ import torch
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.models.decoder import Decoder
+from phalanx.quantization.base import Unquantized
 from tests.helpers.decoders import decoder_of, random_ids
 from tests.helpers.split_decoders import RankOutcome, split_outcomes
 from tests.helpers.stepping import Driver
@@ -116,8 +117,9 @@ class TestQuantised:
         ids=["2", "3", "4", "3+2"],
     )
     def test_output_and_weights(self, quantised: Path, mesh: Mesh, inner: tuple[int, ...] | None) -> None:
-        outcomes = check(quantised, mesh)
-        whole = {slot.name: slot.target for module in decoder_of(quantised).loadables() for slot in module.slots()}
+        outcomes = check(quantised, mesh, scheme=Unquantized())
+        alone = decoder_of(quantised, scheme=Unquantized())
+        whole = {slot.name: slot.target for module in alone.loadables() for slot in module.slots()}
         cut = 0
         for outcome in outcomes:
             for name, part, rows, columns in shards(outcome.decoder):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from phalanx.distributed.collectives import SingleGroup
 from phalanx.distributed.partition import Partition
 from phalanx.errors import UnsupportedModel
+from phalanx.kernels.matmul import packs
 from phalanx.kernels.pointwise import activate
 from phalanx.layers.embedding import PositionTable, VocabularyTable
 from phalanx.layers.linear import ColumnLinear, LinearContext, Output, ReplicatedLinear, RowLinear
@@ -17,10 +20,11 @@ from phalanx.layers.rotary import Rotary
 from phalanx.layers.weights import Loadable
 from phalanx.models.rope import frequencies
 from phalanx.models.spec import DynamicPowerScaling, RopeSpec
-from phalanx.quantization.base import PackedBfloat16, Unquantized, choose_scheme
+from phalanx.quantization.base import Packed, Scheme, Unquantized, choose_scheme
 from tests.helpers.lockstep import LockstepGroup, run_ranks
 
 CPU = torch.device("cpu")
+SCHEMES = [Unquantized(), *([Packed()] if packs(torch.float32, CPU) else [])]
 
 
 def context(group: LockstepGroup | None = None, dtype: torch.dtype = torch.float32) -> LinearContext:
@@ -69,13 +73,14 @@ def test_replicated_linear_is_whole() -> None:
     assert torch.equal(layer(x), F.linear(x, weight)) and layer.nbytes == weight.nbytes
 
 
-def test_vocabulary_over_ranks() -> None:
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_vocabulary_over_ranks(scheme: Scheme) -> None:
     weights = {"e.weight": torch.randn(11, 4), "e.bias": torch.randn(11)}
     ids, hidden = torch.tensor([0, 10, 5, 6, 3]), torch.randn(2, 4)
     partition = Partition.weighted(11, (3, 1, 2))
 
     def body(group: LockstepGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        table = VocabularyTable("e", partition, 4, group, group.rank, torch.float32, CPU, bias=True)
+        table = VocabularyTable("e", partition, 4, replace(context(group), scheme=scheme), bias=True)
         load(table, weights)
         return table.embed(ids), table.whole(table.logits(hidden))
 
@@ -151,23 +156,33 @@ def test_activations() -> None:
         activate("step", x)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_packed_weights_multiply_alike(rows: int) -> None:
-    if not isinstance(choose_scheme(None, torch.bfloat16, CPU), PackedBfloat16):
-        pytest.skip("this CPU has no bfloat16 products")
-    weight, bias, x = torch.randn(33, 29).bfloat16(), torch.randn(33).bfloat16(), torch.randn(rows, 29).bfloat16()
-    scheme = PackedBfloat16()
-    storage = scheme.create(33, 29, torch.bfloat16, CPU)
+def test_schemes_multiply_and_look_up_alike(rows: int, dtype: torch.dtype, scheme: Scheme) -> None:
+    weight, bias, x = torch.randn(33, 29).to(dtype), torch.randn(33).to(dtype), torch.randn(rows, 29).to(dtype)
+    storage = scheme.create(33, 29, dtype, CPU)
     scheme.rows(storage, 0, 33).copy_(weight)
+    assert scheme.nbytes(storage) == weight.nbytes
     scheme.finish(storage)
-    assert "weight" not in storage and scheme.nbytes(storage) == weight.nbytes
+    assert scheme.nbytes(storage) == weight.nbytes and ("weight" in storage) != ("packed" in storage)
     exact = x.double() @ weight.double().T + bias.double()
-    assert (scheme.apply(storage, x, bias).double() - exact).abs().max() < 0.1
-    assert (scheme.apply(storage, x, None).double() - exact + bias.double()).abs().max() < 0.1
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    for wide in (False, True):
+        result = scheme.apply(storage, x, bias, wide=wide)
+        assert result.dtype == (torch.float32 if wide else dtype)
+        assert (result.double() - exact).abs().max() < tolerance
+        assert (scheme.apply(storage, x, None, wide=wide).double() - exact + bias.double()).abs().max() < tolerance
+    ids = torch.tensor([32, 0, 5])
+    assert torch.equal(scheme.look_up(storage, ids, None), weight[ids])
+    rows_or_zeros = scheme.look_up(storage, ids, 5)
+    assert torch.equal(rows_or_zeros, torch.stack((weight[27], torch.zeros(29).to(dtype), weight[0])))
 
 
 def test_choice_of_scheme() -> None:
-    assert type(choose_scheme(None, torch.float32, CPU)) is Unquantized
+    assert type(choose_scheme(None, torch.float16, CPU)) is Unquantized
     assert type(choose_scheme("none", torch.bfloat16, torch.device("meta"))) is Unquantized
+    for dtype in (torch.float32, torch.bfloat16):
+        assert type(choose_scheme(None, dtype, CPU)) is (Packed if packs(dtype, CPU) else Unquantized)
     with pytest.raises(UnsupportedModel, match="'awq' is not in this version"):
         choose_scheme("awq", torch.bfloat16, CPU)
