@@ -192,6 +192,10 @@ class EngineStatus(msgspec.Struct):
     """Sum over steps, with `step` the mean."""
     heartbeat: float = 0.0
     """Wall-clock time of the last step or idle tick."""
+    ranks: int = 0
+    """As many as were asked for, which is the most that compute."""
+    returned: str | None = None
+    """Places that were lost and are back, in words; they are taken in at a quiet moment."""
     workers: list[WorkerStatus] = []
     recovery: Recovery | None = None
     """The one under way; without one, None."""

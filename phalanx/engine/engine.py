@@ -69,7 +69,7 @@ class Engine:
     ) -> None:
         """`config` is resolved, `executor` started with `layout`, which took `load_s` seconds. `life` counts the engine
         processes in this one's place. `debug` checks all invariants when idle."""
-        self._config = config.recovery
+        self._config, self._ranks = config.recovery, config.parallel.world_size
         self._executor = executor
         self._clock, self._wall_clock, self._pause = clock, wall_clock, pause
         self._life = life
@@ -97,6 +97,8 @@ class Engine:
         self._probing = False
         self._look_again = 0.0
         """When to ask next whether something has come back."""
+        self._back: str | None = None
+        """What has, in words."""
         self._wanted_from: float | None = None
         """Since when something has."""
         self._failure: Exception = EngineDead("The engine gave up.")
@@ -211,7 +213,7 @@ class Engine:
         or it has waited long enough."""
         self._look_again = now + _LOOK_S
         able = self._config.enable_recovery and self._recoveries.current is None
-        what = self._executor.wants_restart if able else None
+        what = self._back = self._executor.wants_restart if able else None
         if what is None:
             self._wanted_from = None
             return None
@@ -429,6 +431,8 @@ class Engine:
             computed_tokens=counters.computed_tokens,
             step_seconds=counters.step_seconds,
             heartbeat=self._heartbeat,
+            ranks=self._ranks,
+            returned=self._back,
             workers=self._executor.check_health(),
             recovery=self._recoveries.current,
             recoveries=list(self._recoveries.finished),

@@ -194,7 +194,7 @@ class Lives:
         base, status = self._base, self.client.status()
         for name in _COUNTERS:
             setattr(base, name, getattr(base, name) + getattr(status, name))
-        base.failures = added(base.failures, status.failures)
+        base.failures, base.ranks = added(base.failures, status.failures), status.ranks
         self._former = [*self._former, *_later(status.recoveries, base.epoch)][-KEPT:]
         base.epoch += status.epoch + 1
         self._down = True

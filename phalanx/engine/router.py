@@ -498,6 +498,8 @@ def _merge(statuses: list[EngineStatus]) -> EngineStatus:
         cause=next((status.cause for status in statuses if status.cause), None),
         since=best.since,
         heartbeat=max(status.heartbeat for status in statuses),
+        ranks=sum(status.ranks for status in statuses),
+        returned="; ".join(status.returned for status in statuses if status.returned) or None,
         workers=workers,
         recovery=next((status.recovery for status in statuses if status.recovery is not None), None),
         recoveries=recoveries[-KEPT:],

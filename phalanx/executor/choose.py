@@ -25,7 +25,7 @@ def make_executor(
 ) -> Executor:
     """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none.
     `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. Other nodes
-    call at `door`, if it is open already; in a later `life` those that do not come back are done without. Raises
+    call at `door`, if it is open already; in a later `life` nodes that do not come back are done without. Raises
     ConfigError for a layout that the model cannot be cut into, before any rank starts, and CheckpointError when the
     model cannot be read."""
     parallel = config.parallel
@@ -42,17 +42,15 @@ def make_executor(
 
     layout = Layout(Mesh.of_widths(parallel.widths), parallel.tensor_weights, parallel.stage_layers)
     _check(config, layout.mesh)
+    patience = config.recovery.replacement_timeout if life > 1 else None
     if backend == "ray":
         from phalanx.executor.ray import ray_executor
 
-        return ray_executor(config, layout, choose=choose)
+        return ray_executor(config, layout, choose=choose, patience=patience)
     if parallel.nnodes > 1:
         from phalanx.executor.nodes import nodes_executor
 
-        return nodes_executor(
-            config, layout, choose=choose, door=door,
-            patience=config.recovery.replacement_timeout if life > 1 else None,
-        )  # fmt: skip
+        return nodes_executor(config, layout, choose=choose, door=door, patience=patience)
     return multiprocess_executor(layout, device=config.model.device, supervisor=supervisor, choose=choose)
 
 

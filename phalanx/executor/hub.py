@@ -59,7 +59,7 @@ from phalanx.executor.messages import (
     decode_from_rank,
 )
 from phalanx.executor.pending import Pending
-from phalanx.executor.seating import Choose, Seating
+from phalanx.executor.seating import Choice, Choose, Seating
 from phalanx.executor.traffic import Traffic
 from phalanx.step import StepPlan, StepResult, decode_result
 from phalanx.step import encode as encode_step
@@ -134,11 +134,13 @@ class HubExecutor:
         self._vigil = Vigil(Bounds(config.recovery.hang_timeout))
         self._members = [Member(rank) for rank in range(self._layout.mesh.world_size)]
         if self._choose is not None:
-            patience = config.recovery.replacement_timeout
             self._launcher.assign(range(len(self._members)))
+            patience = config.recovery.replacement_timeout
             self._seating = Seating(self._layout, self._launcher, self._choose, patience)
         try:
             self._watch = self._listen()
+            if self._seating is not None and self._seating.begin():
+                self._move(self._seating.now)
             layout = self._begin(0)
         except BaseException:
             self.close()
@@ -153,6 +155,7 @@ class HubExecutor:
         try:
             return Watch(self, self._key, host=host, encrypt=self._encrypt)
         except OSError as error:
+            self._launcher.close()
             raise ConfigError(f"The executor cannot listen at {host}: {error.strerror or error}.") from None
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -268,26 +271,27 @@ class HubExecutor:
         self._end_epoch("a new epoch begins")
         self._settle()
         self._note(self._death)
-        if self._seating is None:
-            return False
         lost = [m.rank for m in self._members if m.stream is None or m.lost]
-        if not self._seating.settle(lost, lambda: self._watch is None):
+        if self._seating is None or not self._seating.settle(lost, lambda: self._watch is None):
             return False
         for member in self._members:
             if member.stream is not None and self._watch is not None:
                 self._watch.forget(member)
             self._launcher.kill(member.rank)
             member.close()
-        choice = self._seating.now
+        self._move(self._seating.now)
+        return True
+
+    def _move(self, choice: Choice) -> None:
+        """All ranks begin anew in another layout. None is left of the one before."""
         self._launcher.assign(choice.seats)
         with self._changed:
             self._layout, self._members = choice.layout, [Member(rank) for rank in range(len(choice.seats))]
-        self.max_in_flight, self._most_blocks, self._wants = choice.layout.mesh.pp, _NO_LIMIT, ""
+        self.max_in_flight, self._longest = choice.layout.mesh.pp, choice.longest
+        self._most_blocks, self._wants = _NO_LIMIT, ""
         nodes = ", ".join(dict.fromkeys(self._launcher.node(seat) for seat in choice.seats))
-        self._longest = choice.longest
         limit = f" There is room for requests of {choice.longest} tokens; longer ones wait." if choice.longest else ""
         log.warning("The model is split anew: %s, on %s.%s", choice.layout, nodes, limit)
-        return True
 
     def _not_begun(self, error: PhalanxError) -> tuple[PhalanxError, bool]:
         """What to raise when an epoch could not begin because of `error`: that of one rank, however it failed. And

@@ -41,7 +41,8 @@ class Launcher(Protocol):
     @property
     def host(self) -> str | None:
         """This node's address when ranks run on other nodes, which makes the hub listen there; None keeps it local.
-        Asked for once, before the first launch. Raises UserError, WorkerDied; nothing is left then."""
+        Asked for once, before the first launch; the seats are found then. Raises UserError, WorkerDied; nothing is
+        left then."""
         ...
 
     def launch(self, starts: list[RankStart]) -> None:

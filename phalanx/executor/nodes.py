@@ -56,12 +56,11 @@ from phalanx.executor.node_messages import (
     Stop,
     Survey,
     Target,
-    Unreachable,
     Welcome,
     decode_from_node,
 )
 from phalanx.executor.node_record import SAY_S, Node, RankProcess, why_silent
-from phalanx.executor.probing import ProbeDoor, probe_all
+from phalanx.executor.probing import ProbeDoor, broken_pairs, probe_all
 from phalanx.executor.seating import Choose
 from phalanx.executor.survey import difference, survey, version_difference, versions
 
@@ -78,7 +77,7 @@ _VERDICT_S = 3.5
 
 
 class NodesLauncher:
-    """The launcher of node 0. `launch` waits for the other nodes when it is first called."""
+    """The launcher of node 0. `host` waits for the other nodes when it is first asked for."""
 
     def __init__(
         self, config: EngineConfig, layout: Layout, *,
@@ -86,14 +85,14 @@ class NodesLauncher:
         limit: float = JOIN_LIMIT_S, report: float = REPORT_S,
     ):  # fmt: skip
         """`door` as `interfaces.open_door` makes it, here or in another process. After `patience` seconds it goes on
-        with the nodes that are there; None waits for all of them. Raises ConfigError for an address or a port that
-        cannot be used."""
+        with the nodes that are there, and the seats of the others are not available; None waits for all of them.
+        Raises ConfigError for an address or a port that cannot be used."""
         parallel = config.parallel
         self._door = door or open_door(parallel)
         self._door.setblocking(False)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         """Rung when this is closed."""
-        self.host: str | None = str(self._door.getsockname()[0])
+        self._host = str(self._door.getsockname()[0])
         self.refused = 0
         """Callers turned away."""
         self._config, self._layout, self._limit, self._report = config, layout, limit, report
@@ -103,14 +102,14 @@ class NodesLauncher:
         secret = root_secret(parallel.transport_key, parallel.master_port)
         self._join_key = derive(secret, "join")
         self._session_key = derive(secret, "session", self._session)
-        self._at = shown(self.host, parallel.master_port)
+        self._at = shown(self._host, parallel.master_port)
         self._name, self._versions = platform.node(), versions()
         self._never = Abort()
         self._changed = threading.Condition()
         self._nodes: dict[int, Node] = {}
         self._callers = threading.BoundedSemaphore(_CALLERS)
         self._complete = False
-        """All nodes have joined."""
+        """All nodes have joined, or are not waited for any more."""
         self._counts: tuple[int, ...] = ()
         """Seats of each node, once they are dealt."""
         self._seats: tuple[int, ...] = tuple(range(layout.mesh.world_size))
@@ -138,20 +137,27 @@ class NodesLauncher:
 
     # -- the launcher's methods
 
-    def launch(self, starts: list[RankStart]) -> None:
-        """Raises ConfigError, and WorkerDied when a rank's node is gone."""
-        if not starts:
-            return
+    @property
+    def host(self) -> str | None:
+        """As in `hub.Launcher`. Gathers the nodes."""
         if not self._counts:
-            self._supervisor.start()  # it imports what ranks need while we wait
-            self.gather()
+            try:
+                self._supervisor.start()  # it imports what ranks need while we wait
+                self.gather()
+            except BaseException:
+                self.close()
+                raise
+        return self._host
+
+    def launch(self, starts: list[RankStart]) -> None:
+        """Raises WorkerDied when a rank's node is gone."""
         for start in starts:
             node = self._node_of(start.rank)
             if node is not None and node.lost is not None:
                 raise WorkerDied(start.rank, self._lost_with_ranks(node), node=node.hello.name)
         here = [start for start in starts if self._node_of(start.rank) is None]
         if self._local is not None:
-            self._local.launch([msgspec.structs.replace(start, host=self.host) for start in here])
+            self._local.launch([msgspec.structs.replace(start, host=self._host) for start in here])
         for node in self._in_order():
             there = [start for start in starts if self._node_of(start.rank) is node]
             if not there:
@@ -208,7 +214,8 @@ class NodesLauncher:
 
     def node(self, seat: int) -> str:
         index = self._node_index(seat)
-        return self._nodes[index].hello.name if index in self._nodes else self._name
+        there = self._nodes.get(index)
+        return self._name if index == 0 else there.hello.name if there else f"node {index}"
 
     def close(self) -> None:
         if self._closed:
@@ -247,10 +254,9 @@ class NodesLauncher:
                 node.say(Refused(error.message, error.fix))
             raise
         groups = self._layout.mesh.widths * (self._layout.mesh.dp * self._layout.mesh.cp)
-        capacity = [_cores(), *(node.hello.cores for node in self._in_order())]
-        dealt = deal(groups, capacity)
-        on = dict(zip((0, *sorted(self._nodes)), dealt, strict=True))
-        counts = tuple(on.get(number, 0) for number in range(self._nnodes))
+        cores = {0: _cores(), **{number: node.hello.cores for number, node in self._nodes.items()}}
+        # Nodes that are not here have their seats too: these are free to use when they come.
+        counts = deal(groups, [cores.get(number, min(cores.values())) for number in range(self._nnodes)])
         for first, last in crossing(groups, counts):
             log.warning(
                 "Ranks %d to %d share every layer across nodes: each token waits for the network twice a layer. "
@@ -259,12 +265,11 @@ class NodesLauncher:
             )  # fmt: skip
         self._local = SupervisorLauncher(counts[0], self._config.model.device, supervisor=self._supervisor)
         self._counts = counts
-        first = 0
-        shares = []
-        for count, name in zip(dealt, ("node 0", *(n.shown for n in self._in_order())), strict=True):
-            shares.append(f"{_ranks(first, count)} on {name}")
-            first += count
-        log.info("%d of %d nodes are here and reach each other: %s.", len(dealt), self._nnodes, ", ".join(shares))
+        shares = [
+            f"{_ranks(self._seats_of(number).start, counts[number])} on {name}"
+            for number, name in ((0, "node 0"), *((node.hello.node, node.shown) for node in self._in_order()))
+        ]
+        log.info("%d of %d nodes are here and reach each other: %s.", len(cores), self._nnodes, ", ".join(shares))
 
     def _await_nodes(self) -> None:
         begin = said = time.monotonic()
@@ -282,7 +287,7 @@ class NodesLauncher:
             if now - begin > self._limit:
                 raise ConfigError(
                     f"Waited {self._limit:g} s at {self._at} for {_numbers(missing)} of {self._nnodes}, in vain.",
-                    fix=f"On each, run the same command with --node-rank N --headless and --master-addr {self.host}; "
+                    fix=f"On each, run the same command with --node-rank N --headless and --master-addr {self._host}; "
                     f"check that its output does not say that it cannot reach {self._at}.",
                 )
             if now - said >= self._report:
@@ -348,7 +353,7 @@ class NodesLauncher:
         """Try to connect from every node to every other one; with a `newcomer`, from the others to it and from it to
         here (nothing is open elsewhere any more). Raises ConfigError naming each pair that fails."""
         nodes = [node for node in self._in_order() if node.lost is None]
-        host = self.host or ""
+        host = self._host
         door = ProbeDoor(0, host, self._session_key)
         try:
             open_ones = nodes if newcomer is None else [newcomer]
@@ -368,25 +373,9 @@ class NodesLauncher:
             failures |= {node.hello.node: node.probed.failures for node in nodes if node.probed is not None}
         finally:
             door.close()
-        if error := self._broken_pairs(failures, targets):
-            raise error
-
-    def _broken_pairs(self, failures: dict[int, list[Unreachable]], targets: dict[int, Target]) -> ConfigError | None:
         names = {0: f"node 0 ({self._name})", **{n: node.short for n, node in self._nodes.items()}}
-        pairs = [
-            f"{names[one]} cannot reach {names[failed.node]} at "
-            f"{shown(targets[failed.node].host, targets[failed.node].port)}: {failed.reason}"
-            for one, failed_ones in failures.items()
-            for failed in failed_ones
-        ]
-        if not pairs:
-            return None
-        blamed = ", ".join(names[n] for n in sorted({f.node for failed_ones in failures.values() for f in failed_ones}))
-        return ConfigError(
-            f"{_capital('; '.join(pairs))}.",
-            fix=f"Open the ports between these nodes in the firewall, or set PHALANX_HOST_IP on {blamed} to an address "
-            "that the other nodes reach.",
-        )
+        if error := broken_pairs(failures, targets, names):
+            raise error
 
     # -- listening
 
@@ -449,7 +438,7 @@ class NodesLauncher:
                     why = self._lost_with_ranks(before)
                     node.processes = {rank: RankProcess(p.life, p.cause or why) for rank, p in before.processes.items()}
                 self._nodes[hello.node] = node
-                self._complete = len(self._nodes) == self._nnodes - 1
+                self._complete = self._complete or len(self._nodes) == self._nnodes - 1
                 self._changed.notify_all()
         if refusal is not None:
             self._refuse(f"{node.shown}: {refusal.message}")
@@ -468,7 +457,8 @@ class NodesLauncher:
         if not 1 <= hello.node < self._nnodes:
             return ConfigError(
                 f"There is no node {hello.node}: node 0 was started with --nnodes {self._nnodes}.",
-                fix=f"Number the other nodes from 1 to {self._nnodes - 1}.",
+                fix=f"Number the other nodes from 1 to {self._nnodes - 1}. A machine beyond these is not used; to "
+                "stand in for a node that is lost, it needs that node's --node-rank.",
             )
         other = self._nodes.get(hello.node)
         if other is not None and other.lost is None:

@@ -10,11 +10,12 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.secure_stream import SecureStream, Unauthenticated
-from phalanx.executor.interfaces import listen
+from phalanx.errors import ConfigError
+from phalanx.executor.interfaces import listen, shown
 from phalanx.executor.keys import derive
 from phalanx.executor.node_messages import Target, Unreachable
 
@@ -66,6 +67,28 @@ def probe_all(node: int, targets: Sequence[Target], session_key: bytes) -> list[
     for thread in threads:
         thread.join(2 * CONNECT_S)
     return sorted(failures, key=lambda failure: failure.node)
+
+
+def broken_pairs(
+    failures: Mapping[int, Sequence[Unreachable]], targets: Mapping[int, Target], names: Mapping[int, str]
+) -> ConfigError | None:
+    """Each pair of nodes that fails, in one error; None when there is none. By node: its failures, where it was knocked
+    at, and its name."""
+    pairs = [
+        f"{names[one]} cannot reach {names[failed.node]} at "
+        f"{shown(targets[failed.node].host, targets[failed.node].port)}: {failed.reason}"
+        for one, failed_ones in failures.items()
+        for failed in failed_ones
+    ]
+    if not pairs:
+        return None
+    text = "; ".join(pairs)
+    blamed = ", ".join(names[n] for n in sorted({f.node for failed_ones in failures.values() for f in failed_ones}))
+    return ConfigError(
+        f"{text[:1].upper()}{text[1:]}.",
+        fix=f"Open the ports between these nodes in the firewall, or set PHALANX_HOST_IP on {blamed} to an address "
+        "that the other nodes reach.",
+    )
 
 
 def _probe(target: Target, session_key: bytes, failures: list[Unreachable]) -> None:

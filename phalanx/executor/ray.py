@@ -31,15 +31,17 @@ _KILL_S = 2.0
 class RayLauncher:
     """`hub.Launcher`."""
 
-    def __init__(self, config: EngineConfig, layout: Layout, *, places: RayPlaces | None = None):
+    def __init__(
+        self, config: EngineConfig, layout: Layout, *, places: RayPlaces | None = None, patience: float | None = None
+    ):
         """`config` is resolved. Joins nothing yet. `places` that are given stay when this is closed; nobody else may
-        use them in the meantime."""
+        use them in the meantime. `patience` is for those that are not, as there."""
         parallel = dataclasses.replace(config.parallel, transport_key=None)
         self._config = dataclasses.replace(config, parallel=parallel)
-        self._places = places or RayPlaces(layout.mesh, parallel, config.model.device)
+        self._places = places or RayPlaces(layout.mesh, parallel, config.model.device, patience=patience)
         self._owned = places is None
         self._here: str | None = None
-        """This node's address when there are ranks on others."""
+        """This node's address when there are ranks on others, or may come to be."""
         self._seats: tuple[int, ...] = tuple(range(layout.mesh.world_size))
         """Of each rank."""
 
@@ -49,14 +51,15 @@ class RayLauncher:
         try:
             self._places.open()
             ranks = self._places.places
-            for rank in [rank for rank, place in ranks.items() if place.dead]:
-                self._places.replace(rank)
-            self._places.introduce(list(ranks), self._config)
+            if not self._owned:
+                for rank in [rank for rank, place in ranks.items() if place.dead]:
+                    self._places.replace(rank)
+            self._places.introduce([rank for rank, place in ranks.items() if not place.dead], self._config)
             self._compare()
         except BaseException:
             self.close()
             raise
-        spans = any(place.said is not None and place.said.node != node_id() for place in ranks.values())
+        spans = any(place.dead or (place.said is not None and place.said.node != node_id()) for place in ranks.values())
         self._here = self._places.own_address() if spans else None
         return self._here
 
@@ -154,7 +157,9 @@ def _threads(parallel: ParallelConfig) -> int | None:
     return None if parallel.num_cpus_per_worker is None else max(1, int(parallel.num_cpus_per_worker))
 
 
-def ray_executor(config: EngineConfig, layout: Layout, *, choose: Choose | None = None) -> HubExecutor:
-    """`config` is resolved."""
-    launcher = RayLauncher(config, layout)
+def ray_executor(
+    config: EngineConfig, layout: Layout, *, choose: Choose | None = None, patience: float | None = None
+) -> HubExecutor:
+    """`config` is resolved; `patience` as for its places."""
+    launcher = RayLauncher(config, layout, patience=patience)
     return HubExecutor(launcher, layout, encrypt=config.parallel.encrypt_transport, choose=choose)

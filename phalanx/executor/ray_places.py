@@ -72,16 +72,18 @@ class Place:
 class RayPlaces:
     """`open` first; `close` gives everything back, and `open` may follow."""
 
-    def __init__(self, mesh: Mesh, parallel: ParallelConfig, device: str):
-        """`parallel` is resolved; `device` is where the model runs. Joins nothing yet."""
+    def __init__(self, mesh: Mesh, parallel: ParallelConfig, device: str, *, patience: float | None = None):
+        """`parallel` is resolved; `device` is where the model runs. After `patience` seconds `open` goes on with fewer
+        places than there are ranks; None refuses. Joins nothing yet."""
         self._mesh, self._strategy, self._device = mesh, parallel.placement_strategy, device
+        self._patience = None if patience is None else max(PLACE_S, patience)
         self._span = parallel.nnodes
         self._demand = demand(parallel, device)
         self._session: RaySession | None = None
         self._groups: list[Any] = []
         """Made by us."""
         self.places: dict[int, Place] = {}
-        """By seat, which is the rank it was reserved for."""
+        """By seat, which is the rank it was reserved for. One that could not be reserved is dead."""
 
     @property
     def ray(self) -> Any:
@@ -203,7 +205,11 @@ class RayPlaces:
     def _elsewhere(self, rank: int, view: RayView, sites: list[Site]) -> Place | None:
         allowed = self._allowed(rank, sites)
         with contextlib.suppress(NoRoom):
-            site = allowed[arrange(Mesh(), self._demand, allowed, "PACK", home=view.home).sites[0]]
+            while True:
+                site = allowed[arrange(Mesh(), self._demand, allowed, "PACK", home=view.home).sites[0]]
+                if _reached([site], view):
+                    break
+                allowed = [other for other in allowed if other.node != site.node]
             group = self._new_group(view, [site], "PACK")
             return Place(group, 0, site) if group is not None else None
         return None
@@ -230,7 +236,7 @@ class RayPlaces:
         for orphan in view.orphans():
             self.ray.util.remove_placement_group(orphan)
         current = self._current_group(view)
-        deadline = time.monotonic() + PLACE_S
+        deadline = time.monotonic() + (PLACE_S if self._patience is None else self._patience)
         while True:
             sites = view.nodes() if current is None else view.bundles(current)
             try:
@@ -241,10 +247,28 @@ class RayPlaces:
                 why = "somebody else was faster"
             except NoRoom as error:
                 why = str(error)
-            if time.monotonic() > deadline or not self._would_fit(sites):
+            if self._patience is not None:
+                if time.monotonic() > deadline:
+                    self._reserve_some(view, current, why)
+                    return
+            elif time.monotonic() > deadline or not self._would_fit(sites):
                 within = "The Ray cluster" if current is None else f"The placement group {current.id.hex()[:12]}"
                 raise refusal(self._mesh, self._demand, sites, self._strategy, view.takers(), why, within=within)
             time.sleep(_PAUSE_S)
+
+    def _reserve_some(self, view: RayView, current: Any, why: str) -> None:
+        """Places for as many ranks as there is room for on nodes that can be reached; for none, if it comes to that."""
+        sites = _reached(view.nodes() if current is None else view.bundles(current), view)
+        ranks = self._mesh.world_size - 1
+        while ranks:
+            with contextlib.suppress(NoRoom):
+                found = arrange(Mesh(tp=ranks), self._demand, sites, self._strategy, home=view.home)
+                if self._take(view, current, found, sites):
+                    break
+            ranks -= 1
+        for seat in range(ranks, self._mesh.world_size):
+            self.places[seat] = Place(None, 0, Site("", "a node that is missing", {}, {}), dead=True)
+        log.warning("Going on with places for %d of %d ranks: %s.", ranks, self._mesh.world_size, why)
 
     def _would_fit(self, sites: list[Site]) -> bool:
         """If nothing else ran: then waiting may help."""
@@ -338,6 +362,13 @@ def _did_not_start(rank: int, place: Place, error: Exception) -> Exception:
                 fix=f"Run `pip install 'phalanx[ray]'` on {place.site.name}, or use one image for all nodes.",
             )
     return WorkerDied(rank, death_in_words(error, place.site.name), node=place.site.name)
+
+
+def _reached(sites: list[Site], view: RayView) -> list[Site]:
+    """Those whose node can be: a while after it has gone, Ray still calls it alive."""
+    alive = view.alive()
+    there = {node for node in {site.node for site in sites} if node in alive and _answers(alive[node])}
+    return [site for site in sites if site.node in there]
 
 
 def _answers(node: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from phalanx.errors import NotEnoughMemory
 from phalanx.executor.base import NoCapacity
 from phalanx.executor.launcher import Launcher, Layout
 from phalanx.worker.limits import Memory
@@ -87,6 +88,18 @@ class Seating:
     @property
     def is_whole(self) -> bool:
         return self.now.seats == self._all
+
+    def begin(self) -> bool:
+        """Before the first start: whether there is no place for some ranks, so that `now` is another layout. Raises
+        NotEnoughMemory when the model does not fit what is there."""
+        usable = self.usable()
+        if usable >= set(self._all):
+            return False
+        try:
+            self.now = self._choice(usable)
+        except NoFit as error:
+            raise NotEnoughMemory(f"The model does not fit the places that are there: {error}.") from None
+        return True
 
     def settle(self, lost: Iterable[int], over: Callable[[], bool]) -> bool:
         """What to do now that these ranks are lost. False: start them again, where they were. True: `now` is another

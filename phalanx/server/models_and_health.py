@@ -109,6 +109,11 @@ async def status(state: ServerState, request: Request) -> Response:
             "engines": engine.engines,
             "requests": {"running": engine.running, "waiting": engine.waiting},
             "kv": {"blocks": engine.blocks, "free": engine.free_blocks},
+            "places": {
+                "configured": engine.ranks,
+                "used": sum(worker.state != "dead" for worker in engine.workers),
+                "returned": engine.returned,
+            },
             "hang_bound": engine.hang_bound,
             "recovery": engine.recovery,
             "recoveries": engine.recoveries,

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.executor.seating import REST_S
 from tests.helpers.asks import Oracle, wait_for_events
 from tests.helpers.bad_network import bad_cable
 from tests.helpers.cases import HANGS, HARMLESS, LINK, SIGNALS, Case
@@ -50,6 +51,8 @@ UNKILLABLE_S = 6.0
 """More, when what was lost cannot even be killed: its end is waited for a while."""
 SHARE_S = 4.0
 """More, when a place does not come back: `--replacement-timeout` 2, and a split anew."""
+REGAIN_S = REST_S + 10.0
+"""A place that was given up rests for a while before it is taken in again."""
 
 SIGNAL = {
     "kill": signal.SIGKILL,
@@ -347,7 +350,9 @@ class Nemesis:
             return
         if case.target in ("host", "raylet"):
             return  # there is less of it now
-        wait_until(lambda: not check_rest(before, serving.baseline()), 5)
+        recoveries = serving.status()["recoveries"]
+        regains = bool(recoveries) and recoveries[-1]["plan"] == "split" and recoveries[-1]["kind"] != "regained"
+        wait_until(lambda: not check_rest(before, serving.baseline()), REGAIN_S if regains else 5)
         report.complaints += check_rest(before, serving.baseline())
         failures = serving.status()["failures"]
         if failures != (measured := _measured_failures(serving)):

@@ -78,15 +78,36 @@ def test_a_killed_node_and_its_return(two_hosts: list[Host], tiny: Path, tmp_pat
         two_hosts[1].kill()
         assert asking.answer() == expected
         assert ranks(cluster) == ["host0"]
+        assert status(cluster)["places"] == {"configured": 2, "used": 1, "returned": None}
         cluster.start(1)
         cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 30)
         assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 20), cluster.outputs()
+        assert cluster.complete(PROMPT, TOKENS) == expected
+        assert status(cluster)["places"] == {"configured": 2, "used": 2, "returned": None}
+
+
+@pytest.mark.slow
+def test_another_machine_stands_in(three_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
+    """Beyond the configured nodes it is turned away; in place of one that is lost it is used, once nobody asks."""
+    *two, spare = three_hosts
+    with running(two, tmp_path, str(tiny), "-tp", "2", *OPTIONS) as cluster:
+        cluster.hosts.append(spare)
+        assert cluster.start(2).ends(30) == 1
+        assert "A machine beyond these is not used" in cluster.nodes[2].output
+        two[1].kill()
+        asking = Asking(cluster)
+        asking.under_way()
+        cluster.hosts[1] = spare
+        cluster.start(1)
+        cluster.nodes[0].says(r"Node 1 \(host2, 10\.77\.0\.12\) is back", 30)
+        assert asking.answer() == expected
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host2"], 30), cluster.outputs()
         assert cluster.complete(PROMPT, TOKENS) == expected
 
 
 @pytest.mark.slow
 def test_an_engine_lost_after_a_node(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
-    """The next engine does not wait for a node that does not come back."""
+    """The next engine does not wait for a node that does not come back, but takes it in when it does."""
     with running(two_hosts, tmp_path, str(tiny), "-tp", "2", *OPTIONS) as cluster:
         two_hosts[1].kill()
         assert cluster.complete(PROMPT, TOKENS) == expected
@@ -94,7 +115,11 @@ def test_an_engine_lost_after_a_node(two_hosts: list[Host], tiny: Path, tmp_path
         asking.under_way()
         os.kill(status(cluster)["engine"]["pid"], signal.SIGKILL)
         assert asking.answer() == expected
-        assert ranks(cluster) == ["host0", "host0"]
+        assert ranks(cluster) == ["host0"]
+        cluster.start(1)
+        cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 30)
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 20), cluster.outputs()
+        assert cluster.complete(PROMPT, TOKENS) == expected
 
 
 @pytest.mark.slow

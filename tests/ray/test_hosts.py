@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,11 +18,15 @@ from typing import Any
 import pytest
 
 import phalanx
+from tests.helpers.asks import wait_for_events
 from tests.helpers.executor_process import ExecutorProcess
+from tests.helpers.history import assemble, check_stream
 from tests.helpers.hosts import Host, missing, test_bed
 from tests.helpers.one_request import PROMPT
 from tests.helpers.plans import GREEDY
 from tests.helpers.processes import wait_until
+from tests.helpers.serving import Client, Serving
+from tests.helpers.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there are hosts")]
 
@@ -130,6 +135,44 @@ def test_a_node_that_falls_silent(bed: RayHosts, model: Path, want: list[int]) -
     bed.hosts[2].heal()
     bed.end(2)
     bed.node(2, cpus=CPUS[2])
+
+
+@pytest.fixture(scope="module")
+def served(bed: RayHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("served")
+    arguments = [str(write_tiny_model(folder / "tiny")), "-tp", "3", "--placement-strategy", "SPREAD"]
+    arguments += ["--distributed-executor-backend", "ray", "--dtype", "float32", "--replacement-timeout", "2"]
+    head, variables = bed.hosts[0], {**bed.env, "PHALANX_HOST_IP": bed.hosts[0].address}
+    serving = Serving(arguments, folder / "log", env=variables, start=head.start, network=head.network)
+    try:
+        serving.ready()
+        yield serving
+    finally:
+        serving.kill()
+
+
+def nodes(serving: Serving) -> list[str]:
+    return [worker["node"] for worker in serving.status()["workers"]]
+
+
+@pytest.mark.parametrize("lost", [2, 1])
+def test_an_engine_and_a_node_lost_together(bed: RayHosts, served: Serving, lost: int) -> None:
+    """The next engine goes on with the places that are left, and takes the node in again when it is back."""
+    ask = {"prompt": "hello there", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    left = ["host1", "host1"] if lost == 2 else ["host2"]
+    assert sorted(nodes(served)) == ["host1", "host1", "host2"]
+    undisturbed = Client(served, "undisturbed", ask)
+    undisturbed.join(60)
+    client = Client(served, "disturbed", ask)
+    assert wait_for_events([client], 20)
+    os.kill(served.engine(), signal.SIGKILL)
+    bed.end(lost)
+    client.join(90)
+    assert not client.is_alive(), served.output
+    assert check_stream(client.saw, assemble(undisturbed.saw)) == [], served.output
+    assert nodes(served) == left
+    bed.node(lost, cpus=CPUS[lost])
+    assert wait_until(lambda: served.at_rest(1) and len(nodes(served)) == 3, 40), served.output
 
 
 def test_a_killed_driver_gives_everything_back(bed: RayHosts, model: Path) -> None:

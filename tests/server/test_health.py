@@ -49,6 +49,7 @@ async def test_while_ready(server: EchoServer) -> None:
         "engines",
         "requests",
         "kv",
+        "places",
         "hang_bound",
         "recovery",
         "recoveries",
@@ -60,6 +61,7 @@ async def test_while_ready(server: EchoServer) -> None:
     assert [each["state"] for each in status["engines"]] == []  # a single engine of its own
     assert set(status["requests"]) == {"running", "waiting"}
     assert set(status["kv"]) == {"blocks", "free"}
+    assert set(status["places"]) == {"configured", "used", "returned"}
     assert status["mesh"] == {"dp": 1, "pp": 1, "cp": 1, "tp": 1}
 
 
