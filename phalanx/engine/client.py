@@ -132,7 +132,7 @@ class Recovery(msgspec.Struct, frozen=True):
     """As `WorkerDied.kind`; `regained` when nothing was lost, but something came back and was taken in."""
     cause: str
     since: float
-    """Wall-clock time at which it was noticed."""
+    """Wall-clock time at which it was noticed; for people, since clocks are set. `lasted` is for counting."""
     plan: str
     """`restart` of what was lost, `split` anew over what is left, or `wait` for what is missing."""
     missing: str = ""
@@ -149,6 +149,8 @@ class Recovery(msgspec.Struct, frozen=True):
     """Requests that go on after it."""
     recomputed: int = 0
     """Tokens of theirs that had been computed before."""
+    lasted: float = 0.0
+    """Seconds from the notice until now, or until it was over."""
     engine: int = 0
     """Which of several engines; `rank` and `epoch` are its own."""
 

@@ -434,7 +434,7 @@ class Engine:
             ranks=self._ranks,
             returned=self._back,
             workers=self._executor.check_health(),
-            recovery=self._recoveries.current,
+            recovery=self._recoveries.seen(self._clock()),
             recoveries=list(self._recoveries.finished),
             failures=dict(self._recoveries.failures),
             hang_bound=self._executor.hang_bound,

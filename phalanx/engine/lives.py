@@ -182,9 +182,7 @@ class Lives:
 
     def _left(self) -> float:
         """Seconds that a start may take."""
-        current = self._account.current
-        passed = time.time() - current.since if current is not None else 0.0
-        return max(self._config.recovery_timeout - passed, SLOWER * self._start_s, 1.0)
+        return max(self._account.time_left(time.monotonic()), SLOWER * self._start_s, 1.0)
 
     def note(self, client: EngineClient, loss: EngineLost) -> None:
         """`client` is lost: keep what it counted, and begin a recovery. Whoever sees it first says so, before anything
@@ -202,16 +200,17 @@ class Lives:
         if self._make is None:
             self._account.count(_as_death(loss))
             return
-        now = time.monotonic()
+        now, wall = time.monotonic(), time.time()
         if self._unfinished.explained:
             self._account.explained(now)
         if status.recovery is not None and self._account.current is None:
-            now -= max(0.0, time.time() - status.recovery.since)  # it died over one of its own: that time counts
+            now -= status.recovery.lasted  # it died over one of its own: that time counts
+            wall -= status.recovery.lasted
         self._account.lost(
             _as_death(loss),
             base.epoch,
             now,
-            time.time(),
+            wall,
             open_requests=self._unfinished.requests,
             tokens=self._unfinished.tokens,
         )
@@ -240,7 +239,7 @@ class Lives:
     # What is known
 
     def status(self) -> EngineStatus:
-        base, current = self._base, self._account.current
+        base, current = self._base, self._account.seen(time.monotonic())
         if self._down:  # its numbers are in the base already
             status = msgspec.structs.replace(base, state="recovering")
             theirs = []

@@ -98,6 +98,14 @@ class Recoveries:
     def count(self, cause: WorkerDied) -> None:
         self.failures[cause.kind] = self.failures.get(cause.kind, 0) + 1
 
+    def seen(self, now: float) -> Recovery | None:
+        """The one under way, as of now."""
+        return self.current and msgspec.structs.replace(self.current, lasted=now - self._noticed)
+
+    def time_left(self, now: float) -> float:
+        """Seconds of the budget; below 0 when it is spent."""
+        return self._config.recovery_timeout - (now - self._spent_from)
+
     def begin(self, epoch: int) -> None:
         """Workers start now."""
         self._tries += 1
@@ -113,7 +121,7 @@ class Recoveries:
             self._tries -= 1
             self.next_try = now + CAPACITY_S
             if not self.waits_for_devices:
-                left = max(0.0, self._config.recovery_timeout - (now - self._spent_from))
+                left = max(0.0, self.time_left(now))
                 log.warning(
                     "The model does not fit what is left: %s. Trying again for %.0f s; %s.",
                     error.missing.rstrip("."), left, _waiting(open_requests),
@@ -136,7 +144,8 @@ class Recoveries:
     def proven(self, now: float, *, resumed: int, ranks: int) -> str:
         """A token is committed: the recovery is over. Returns it in words."""
         self._tries = 0
-        self._change(first_token_s=now - self._noticed, resumed=resumed)
+        lasted = now - self._noticed
+        self._change(first_token_s=lasted, lasted=lasted, resumed=resumed)
         done, self.current = self.current, None
         if done is None:
             return ""
@@ -162,9 +171,7 @@ class Recoveries:
         """The budget is spent: nothing helps."""
         if self.current is None:
             return False
-        return now - self._spent_from > self._config.recovery_timeout or (
-            self.next_try is not None and self._tries >= MAX_TRIES
-        )
+        return self.time_left(now) < 0 or (self.next_try is not None and self._tries >= MAX_TRIES)
 
     def _plan_next(self, now: float) -> None:
         self.next_try = now + BACK_OFF_S[min(self._tries, len(BACK_OFF_S) - 1)]

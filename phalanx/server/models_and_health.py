@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import msgspec
@@ -88,7 +87,7 @@ def _seconds_left(recovery: Recovery | None) -> float:
     """Until it is worth asking again."""
     if recovery is None or recovery.estimate is None:
         return 5.0
-    return max(1.0, recovery.since + recovery.estimate - time.time())
+    return max(1.0, recovery.estimate - recovery.lasted)
 
 
 async def status(state: ServerState, request: Request) -> Response:

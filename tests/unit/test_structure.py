@@ -32,8 +32,21 @@ def complaints(path: str) -> list[str]:
     return found
 
 
+def deadlines_by_the_wall_clock(path: str) -> list[str]:
+    """Clocks are set: a span of time is measured with time.monotonic()."""
+    return [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(modules()[path])
+        if isinstance(node, (ast.BinOp, ast.Compare, ast.AugAssign)) and "time.time()" in ast.unparse(node)
+    ]
+
+
 def test_every_module_is_small_and_explained():
     assert [line for path in modules() for line in complaints(path)] == []
+
+
+def test_nothing_waits_by_a_clock_that_is_set():
+    assert [line for path in modules() for line in deadlines_by_the_wall_clock(path)] == []
 
 
 def test_no_module_is_a_drawer():
