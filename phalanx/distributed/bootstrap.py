@@ -40,7 +40,7 @@ _KNOCK_S = 2.0
 _CALLERS = 64
 """Callers heard at the same time; the oldest makes room for the next."""
 
-_CONNECT_S = 10.0
+_CONNECT_S = 5.0
 """A peer that does not answer at all within this time cannot be reached."""
 
 _TRY_AGAIN_S = 0.02

@@ -103,9 +103,10 @@ class Seating:
 
     def settle(self, lost: Iterable[int], over: Callable[[], bool]) -> bool:
         """What to do now that these ranks are lost. False: start them again, where they were. True: `now` is another
-        layout; all ranks begin anew. Waits for lost places until they are back or `over()`. Raises NoCapacity."""
+        layout; all ranks begin anew. Waits for lost places until they are back or `over()`; a place that was given up
+        is as good as lost, though its rank may live. Raises NoCapacity."""
         ranks = sorted(lost)
-        wanted = {self.now.seats[rank] for rank in ranks}
+        wanted = {self.now.seats[rank] for rank in ranks} | (self._given_up & set(self.now.seats))
         self._since = self._since or time.monotonic()
         while True:
             usable = self.usable()
@@ -120,8 +121,9 @@ class Seating:
         except NoFit as error:
             if wanted <= usable:
                 return False  # they have rested
-            why, node = "it cannot be started again, and the model does not fit what is left", self._node(ranks[0])
-            raise NoCapacity(ranks[0], why, missing=str(error), node=node) from None
+            why, first = "it cannot be started again, and the model does not fit what is left", min(wanted)
+            rank = self.now.seats.index(first)
+            raise NoCapacity(rank, why, missing=str(error), node=self._places.node(first)) from None
         self._begin_anew()
         return True
 
@@ -132,9 +134,6 @@ class Seating:
 
     def _late(self) -> bool:
         return self._since is not None and time.monotonic() - self._since > self._patience
-
-    def _node(self, rank: int) -> str:
-        return self._places.node(self.now.seats[rank])
 
     def _grow(self, usable: set[int]) -> bool:
         """Nobody is missing: take in again what has come back."""

@@ -143,6 +143,19 @@ class Host:
     def heal(self) -> None:
         ip("-n", self.switch, "link", "set", self.name, "master", "br0")
 
+    def cut_from(self, other: Host) -> None:
+        """Silence between these two; others reach both."""
+        self._neighbour(other, "02:00:0a:4d:ff:ff")
+        other._neighbour(self, "02:00:0a:4d:ff:ff")
+
+    def heal_to(self, other: Host) -> None:
+        self._neighbour(other, _mac(other.index))
+        other._neighbour(self, _mac(self.index))
+
+    def _neighbour(self, other: Host, mac: str) -> None:
+        for address in (other.address, other.address6):
+            ip("-n", self.namespace, "neigh", "replace", address, "lladdr", mac, "dev", "eth0", "nud", "permanent")
+
     def signal_all(self, number: signal.Signals) -> None:
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):

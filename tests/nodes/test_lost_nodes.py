@@ -142,6 +142,22 @@ def test_down_to_the_last_and_up_again(three_hosts: list[Host], tiny: Path, tmp_
 
 
 @pytest.mark.slow
+def test_two_nodes_that_do_not_reach_each_other(
+    three_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str
+) -> None:
+    """Node 0 reaches both, so that neither is lost; one goes unused until the link is there again."""
+    with running(three_hosts, tmp_path, str(tiny), "-tp", "3", *OPTIONS) as cluster:
+        asking = Asking(cluster)
+        asking.under_way()
+        three_hosts[1].cut_from(three_hosts[2])
+        assert asking.answer(90) == expected
+        assert len(ranks(cluster)) == 2 and ranks(cluster)[0] == "host0", cluster.outputs()
+        three_hosts[1].heal_to(three_hosts[2])
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host1", "host2"], 60), cluster.outputs()
+        assert cluster.complete(PROMPT, TOKENS) == expected
+
+
+@pytest.mark.slow
 def test_a_frozen_node_wakes_up_too_late(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
     with running(two_hosts, tmp_path, str(tiny), "-pp", "2", *OPTIONS) as cluster:
         asking = Asking(cluster)

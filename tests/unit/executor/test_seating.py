@@ -1,0 +1,85 @@
+"""Which seats are used, when some are lost, given up or missing from the start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from phalanx.distributed.mesh import Mesh
+from phalanx.errors import NotEnoughMemory
+from phalanx.executor.launcher import Layout
+from phalanx.executor.messages import RankStart
+from phalanx.executor.seating import Choice, NoFit, Seat, Seating
+
+
+class Places:
+    """A launcher's seats, each on a node of its own."""
+
+    host = None
+
+    def __init__(self, seats: set[int]):
+        self.seats = seats
+
+    def launch(self, starts: list[RankStart]) -> None: ...
+
+    def kill(self, rank: int) -> None: ...
+
+    def cause(self, rank: int, wait: float = 0.0) -> str | None: ...
+
+    def close(self) -> None: ...
+
+    def available(self) -> set[int]:
+        return set(self.seats)
+
+    def assign(self, seats: Sequence[int]) -> None: ...
+
+    def node(self, seat: int) -> str:
+        return f"node{seat}"
+
+
+def choose(seats: Sequence[Seat]) -> Choice:
+    if len(seats) < 2:
+        raise NoFit("two places")
+    return Choice(Layout(Mesh(tp=len(seats))), tuple(seat.number for seat in seats))
+
+
+def seating(places: Places, patience: float = 0.0) -> Seating:
+    return Seating(Layout(Mesh(tp=3)), places, choose, patience)
+
+
+def never() -> bool:
+    return False
+
+
+def test_all_are_there():
+    seats = seating(Places({0, 1, 2}))
+    assert not seats.begin()
+    assert seats.is_whole
+
+
+def test_some_are_missing_from_the_start_and_come_later():
+    places = Places({0, 2})
+    seats = seating(places)
+    assert seats.begin()
+    assert seats.now.seats == (0, 2)
+    assert seats.more() is None
+    places.seats.add(1)
+    assert seats.more() == "1 more place on node1"
+    assert seats.settle([], never)
+    assert seats.is_whole
+
+
+def test_too_few_from_the_start():
+    with pytest.raises(NotEnoughMemory, match="does not fit the places that are there: two places"):
+        seating(Places({1})).begin()
+
+
+def test_a_place_that_is_given_up_is_left_though_its_rank_lives():
+    """As when two nodes do not reach each other: nobody is lost, and no epoch begins."""
+    seats = seating(Places({0, 1, 2}))
+    assert not seats.settle([], never)
+    assert seats.failed(2, surely=True)
+    assert seats.settle([], never)
+    assert seats.now.seats == (0, 1)
+    assert seats.more() is None, "it rests"
