@@ -5,8 +5,8 @@
 
 `at` is a name of `POINTS`. `rank` and `step` narrow it (any, without them); `life=N` means only in the Nth life of the
 process (1 is the first; any, without it). `file=PATH` means only while that file is there, and takes it away: so a
-fault that waits in a running server is let off from outside, once in all processes. `do` is one of `DEEDS`. Unset, a
-point costs one test for None.
+fault that waits in a running server is let off from outside, once in all processes. `do` is one of `DEEDS`, `raise`,
+or, at one of `SKIPPABLE`, `skip`: what follows is left out. Unset, a point costs one test for None.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from phalanx import env
 from phalanx.errors import ConfigError
+
+T = TypeVar("T")
 
 POINTS = (
     "load",  # a rank, before it reads its weights
     "allocate",  # a rank, before it makes its cache
     "step",  # a rank, before it computes a step
+    "exchange",  # a rank, before it sums something with the other ranks of its stage
     "computed",  # a rank, after it computed a step, before it reports the result
     "before_commit",  # the engine, a result in hand
     "after_commit",  # the engine, committed and not sent
     "after_send",  # the engine, sent and not acknowledged
     "recover",  # the engine, before it restarts the workers
 )
+
+SKIPPABLE = ("step", "exchange")
 
 
 def _hold_the_lock(_: float) -> None:
@@ -95,10 +101,12 @@ def _parse_one(text: str) -> Fault:
     except ValueError:
         fields["?"] = text
         fault = Fault(at, do)
-    if fields or at not in POINTS or (do != "raise" and do not in DEEDS):
+    known = do == "raise" or do in DEEDS or (do == "skip" and at in SKIPPABLE)
+    if fields or at not in POINTS or not known:
         raise ConfigError(
             f"PHALANX_FAULT has '{text[:80]}', which is no fault.",
-            fix=f"Write at=POINT,do=DEED with a point of {', '.join(POINTS)} and a deed of raise, {', '.join(DEEDS)}.",
+            fix=f"Write at=POINT,do=DEED with a point of {', '.join(POINTS)} and a deed of raise, skip, "
+            f"{', '.join(DEEDS)}.",
         )
     return fault
 
@@ -106,16 +114,29 @@ def _parse_one(text: str) -> Fault:
 _faults = parse(env.fault()) if env.fault() else None
 
 
-def reach(at: str, *, rank: int | None = None, step: int | None = None, life: int | None = None) -> None:
-    """The point `at` is reached. Raises InjectedFault when it is told to."""
+def reach(at: str, *, rank: int | None = None, step: int | None = None, life: int | None = None) -> bool:
+    """The point `at` is reached. Whether to leave out what follows. Raises InjectedFault when it is told to."""
     if _faults is None:
-        return
+        return False
     for fault in _faults:
         wanted = (fault.rank, fault.step, fault.life)
         if fault.at != at or any(w is not None and w != h for w, h in zip(wanted, (rank, step, life), strict=True)):
             continue
         if not fault.let_off():
             continue
+        if fault.do == "skip":
+            return True
         if fault.do == "raise":
             raise InjectedFault(f"at {at}")
         DEEDS[fault.do](fault.amount)
+    return False
+
+
+def armed(at: str) -> bool:
+    """Whether something may happen at this point."""
+    return _faults is not None and any(fault.at == at for fault in _faults)
+
+
+def skippable(call: Callable[[T], T], *, rank: int) -> Callable[[T], T]:
+    """An exchange that gives its argument back when it is to be left out."""
+    return lambda argument: argument if reach("exchange", rank=rank) else call(argument)

@@ -57,7 +57,7 @@ from phalanx.executor.messages import (
     encode,
     failed,
 )
-from phalanx.fault_point import reach
+from phalanx.fault_point import armed, reach, skippable
 from phalanx.logging import configure
 from phalanx.step import decode_plan
 from phalanx.step import encode as encode_step
@@ -240,7 +240,8 @@ class Rank:
                         epoch.abort.check()
                         return
                     plan = decode_plan(data)
-                    reach("step", rank=rank, step=plan.step_id, life=life)
+                    if reach("step", rank=rank, step=plan.step_id, life=life):
+                        continue
                     result = worker.run(plan)
                     reach("computed", rank=rank, step=plan.step_id, life=life)
                     if begin.reports and result is not None:
@@ -269,6 +270,9 @@ class Rank:
         groups = connect_groups(begin.mesh, self._door, begin.roster, meeting, epoch.abort, crowded=begin.crowded)
         self._idle_for = ""
         held.callback(close_groups, groups)
+        if armed("exchange"):
+            exchange = skippable(groups.tp.all_reduce, rank=self._start.rank)
+            groups.tp.all_reduce = exchange  # type: ignore[method-assign, assignment]
         return groups, plans, results
 
     def _report(self, result: bytes, ring: Ring | None) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx import fault_point
 from phalanx.errors import ConfigError
-from phalanx.fault_point import Fault, InjectedFault, parse, reach
+from phalanx.fault_point import Fault, InjectedFault, parse, reach, skippable
 
 
 def test_words():
@@ -16,6 +16,14 @@ def test_words():
         Fault("after_commit", "kill", step=7),
         Fault("step", "sleep", 0.5, rank=1, life=2),
     )
+
+
+def test_what_can_be_left_out(monkeypatch):
+    monkeypatch.setattr(fault_point, "_faults", parse("at=step,rank=1,do=skip; at=exchange,rank=0,do=skip"))
+    assert [reach("step", rank=rank) for rank in (0, 1)] == [False, True]
+    assert [skippable(lambda number: number + 1, rank=rank)(5) for rank in (0, 1)] == [5, 6]
+    with pytest.raises(ConfigError, match="is no fault"):
+        parse("at=after_commit,do=skip")
 
 
 @pytest.mark.parametrize("text", ["do=kill", "at=nowhere,do=kill", "at=step,do=harm", "at=step,rank=x,do=kill", "step"])

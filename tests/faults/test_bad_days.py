@@ -1,0 +1,205 @@
+"""Days on which more than one thing is wrong: clocks that are set, full disks, ranks that go different ways, losses in
+the midst of a compilation and before a long queue. Every answer is the undisturbed one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.helpers.asks import LETTERS, Oracle, wait_for_events
+from tests.helpers.history import assemble, check_stream
+from tests.helpers.processes import wait_until
+from tests.helpers.serving import Client, Serving
+from tests.helpers.worlds import World
+
+CLOCK = """
+import time
+from pathlib import Path
+
+_right = time.time
+
+
+def _shown():
+    try:
+        return _right() + float(Path({file!r}).read_text() or 0)
+    except OSError:
+        return _right()
+
+
+time.time = _shown
+"""
+"""As sitecustomize.py: the wall clock of every process of a server is off by what the file says."""
+
+
+class Day(World):
+    """`faults` as PHALANX_FAULT has them, let off by a file `now` of its folder; `env` for the server."""
+
+    def __init__(self, model: str, layout: str = "tp2", faults: str = "", **env: str):
+        self._own = faults
+        super().__init__("mp", layout, model)
+        self._env |= env
+
+    def _faults(self) -> str:
+        return f"{self._own},file={self.folder / 'now'}" if self._own else ""
+
+    def let_off(self) -> None:
+        (self.folder / "now").touch()
+
+
+@contextlib.contextmanager
+def day(model: str, layout: str = "tp2", faults: str = "", **env: str) -> Iterator[tuple[Day, Serving]]:
+    made = Day(model, layout, faults, **env)
+    try:
+        yield made, made.open(ask=False)
+    finally:
+        made.close()
+
+
+def under_way(serving: Serving, *names: str) -> tuple[Oracle, list[Client]]:
+    oracle = Oracle(serving, names)
+    clients = [oracle.ask(serving, name) for name in names]
+    assert wait_for_events(clients, 20 * len(clients)), serving.output
+    return oracle, clients
+
+
+def check(serving: Serving, oracle: Oracle, clients: list[Client]) -> None:
+    for client in clients:
+        client.join(60)
+        assert not client.is_alive(), serving.output
+        assert check_stream(client.saw, oracle.answers[client.saw.ask]) == [], serving.output
+    assert serving.at_rest(30), serving.status()
+
+
+def recovering(serving: Serving) -> bool:
+    return serving.status()["state"] == "recovering"
+
+
+@pytest.mark.slow
+def test_a_clock_that_is_set(tiny_model: str, tmp_path: Path) -> None:
+    """An hour ahead while a rank is replaced and before the engine is lost too, then two hours back."""
+    offset = tmp_path / "offset"
+    (tmp_path / "sitecustomize.py").write_text(CLOCK.format(file=str(offset)))
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
+    with day(tiny_model, faults="at=load,rank=1,do=sleep=3", PYTHONPATH=path) as (place, serving):
+        oracle, clients = under_way(serving, "greedy", "seeded")
+        place.let_off()
+        os.kill(place.pid("rank1"), signal.SIGKILL)
+        assert wait_until(lambda: recovering(serving), 5)
+        offset.write_text("3600")
+        time.sleep(0.5)
+        os.kill(place.pid("engine"), signal.SIGKILL)
+        time.sleep(0.5)
+        offset.write_text("-3600")
+        check(serving, oracle, clients)
+        recovery = serving.status()["recoveries"][-1]
+        assert recovery["since"] > time.time() + 3000, "its clock was not set"
+        assert 0 < recovery["first_token_s"] == recovery["lasted"] < 60
+
+
+def fill(folder: Path) -> None:
+    with (folder / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1 << 16)):
+            pass
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_disk_and_full_shared_memory(tiny_model: str, tmp_path: Path) -> None:
+    """Under the log and the temporary folder too."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)], check=True)
+    try:
+        made = Day(tiny_model, TMPDIR=str(tmp_path))
+        made.folder = tmp_path
+        (tmp_path / "faults").mkdir()
+        with contextlib.closing(made) as place:
+            serving = place.open(ask=False)
+            oracle, clients = under_way(serving, "greedy", "seeded")
+            fill(tmp_path)
+            fill(serving.shm)
+            os.kill(place.pid("rank1"), signal.SIGKILL)
+            assert wait_until(lambda: len(serving.status()["recoveries"]) == 1, 30)
+            os.kill(place.pid("engine"), signal.SIGKILL)
+            check(serving, oracle, clients)
+            assert os.statvfs(tmp_path).f_bavail == 0, "there was room on the disk"
+            check(serving, oracle, [oracle.ask(serving, name) for name in oracle.bodies])
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("victim", [pytest.param("rank1", marks=pytest.mark.slow), "engine"])
+def test_a_loss_while_a_grammar_is_compiled(tiny_model: str, victim: str) -> None:
+    body = {"prompt": "ä", "max_tokens": 40, "temperature": 0}
+    body["structured_outputs"] = {"regex": f"([{LETTERS}]{{2,9}}a){{60,90}}"}
+    with day(tiny_model) as (place, serving):
+        oracle, clients = under_way(serving, "greedy")
+        pid = place.pid(victim)
+        constrained = Client(serving, "constrained", body)
+        assert wait_until(lambda: serving.status()["requests"]["waiting"] == 1, 5), "it was compiled too fast"
+        os.kill(pid, signal.SIGKILL)
+        check(serving, oracle, clients)
+        constrained.join(60)
+        undisturbed = Client(serving, "undisturbed", body)
+        undisturbed.join(60)
+        assert check_stream(constrained.saw, assemble(undisturbed.saw)) == []
+        assert serving.status()["failures"]["killed"] == 1
+
+
+@pytest.mark.slow
+def test_a_long_queue_before_a_recovery(tiny_model: str) -> None:
+    """As many as may wait come while there are no workers; all are answered, and right."""
+    with day(tiny_model, faults="at=load,rank=1,do=sleep=4") as (place, serving):
+        bodies = [{"prompt": f"hello {n}", "max_tokens": 5, "temperature": 0, "ignore_eos": True} for n in range(1024)]
+
+        async def answers(most: int) -> list[Any]:
+            limits = httpx.Limits(max_connections=most)
+            async with httpx.AsyncClient(timeout=200, limits=limits) as client:
+                url = f"http://127.0.0.1:{serving.port}/v1/completions"
+                return await asyncio.gather(*(client.post(url, json=body) for body in bodies))
+
+        undisturbed = asyncio.run(answers(64))
+        place.let_off()
+        os.kill(place.pid("rank1"), signal.SIGKILL)
+        assert wait_until(lambda: recovering(serving), 5)
+        disturbed = asyncio.run(answers(1024))
+        for before, after in zip(undisturbed, disturbed, strict=True):
+            assert (before.status_code, after.status_code) == (200, 200), after.text
+            assert before.json()["choices"] == after.json()["choices"]
+        assert serving.at_rest(10), serving.status()
+        (recovery,) = serving.status()["recoveries"]
+        assert recovery["resumed"] > 500, "they came too late"
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault", "kind", "words"),
+    [
+        ("tp2", "at=step,rank=1,do=skip", "hung", r"rank 0 for rank 1, rank 1 for a plan"),
+        pytest.param(
+            "tp2", "at=exchange,rank=1,do=skip", "failed",
+            r"Ranks disagree in exchange \d+: rank 0 is in all_reduce .*, rank 1 in all_gather", marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "tp2pp2", "at=exchange,rank=3,do=skip", "failed",
+            r"Ranks disagree in exchange \d+: rank 2 is in all_reduce .*, rank 3 in all_gather", marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_ranks_that_go_different_ways(tiny_model: str, layout: str, fault: str, kind: str, words: str) -> None:
+    """One leaves out a step, or an exchange, so that others wait for what never comes. It is named, and no result of
+    it is used."""
+    with day(tiny_model, layout, fault) as (place, serving):
+        oracle, clients = under_way(serving, "greedy", "seeded")
+        place.let_off()
+        check(serving, oracle, clients)
+        (recovery,) = serving.status()["recoveries"]
+        assert recovery["kind"] == kind and re.search(words, recovery["cause"]), recovery
