@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,11 @@ class Serving:
         start: Start = subprocess.Popen,
         network: Network = contextlib.nullcontext,
         port: int | None = None,
+        elsewhere: Callable[[], Iterable[psutil.Process]] = tuple,
     ):
+        """`elsewhere` gives processes that are not below the server's own; those of ranks among them are its."""
         self.log = log
+        self._elsewhere = elsewhere
         self.port = port or free_port()
         self.network = network
         self._mark = secrets.token_hex(8)
@@ -121,6 +124,10 @@ class Serving:
     def members(self) -> dict[str, list[int]]:
         """Living processes by what they are."""
         found: dict[str, list[int]] = {}
+        for process in self._elsewhere():
+            with contextlib.suppress(psutil.Error):
+                if process.name().startswith("phalanx-rank") and alive(process.pid):
+                    found.setdefault("rank", []).append(process.pid)
         wanted = f"{MARK}={self._mark}".encode()
         with contextlib.suppress(psutil.Error):  # titles are written over environments: what is below us counts too
             self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))

@@ -102,7 +102,8 @@ class World:
         log = self.folder / f"{time.monotonic_ns()}.log"
         env = {**self._env, "PHALANX_FAULT": self._faults()}
         self.serving = Serving(
-            self.arguments, log, env=env, start=self._start, network=self._network, port=port
+            self.arguments, log, env=env, start=self._start, network=self._network, port=port,
+            elsewhere=self._below_raylets,
         )  # fmt: skip
         for rank in range(1, len(self.hosts)):
             self.start_node(rank)
@@ -146,7 +147,10 @@ class World:
             return self.serving.engine()
         if target in ("actor", "raylet"):
             return self._above(self.serving.ranks()[1], target)
-        return self.serving.ranks()[int(target.removeprefix("rank"))]
+        serving, rank = self.serving, int(target.removeprefix("rank"))
+        there = wait_until(lambda: rank in serving.ranks(), 15)  # a place may just be taken in again
+        assert there, f"there is no {target}: {serving.status()}"
+        return serving.ranks()[rank]
 
     def _above(self, pid: int, target: str) -> int:
         wanted = {"actor": "RankActor", "raylet": "raylet"}[target]
@@ -171,6 +175,12 @@ class World:
         self.nodes.clear()
         if self.cluster is not None:
             self._mend_cluster()
+
+    def _below_raylets(self) -> Iterator[psutil.Process]:
+        for node in list(self.cluster.nodes.values()) if self.cluster is not None else ():
+            for info in node.all_processes["raylet"]:
+                with contextlib.suppress(psutil.Error):
+                    yield from psutil.Process(info.process.pid).children(recursive=True)
 
     def _mend_cluster(self) -> None:
         """Raylets that are gone are replaced."""
