@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,81 +14,24 @@ import pytest
 
 import phalanx
 from tests.helpers.asks import wait_for_events
-from tests.helpers.executor_process import ExecutorProcess
 from tests.helpers.history import assemble, check_stream
-from tests.helpers.hosts import Host, missing, test_bed
+from tests.helpers.hosts import missing
 from tests.helpers.one_request import PROMPT
 from tests.helpers.plans import GREEDY
 from tests.helpers.processes import wait_until
+from tests.helpers.ray_hosts import RayHosts, ray_hosts
 from tests.helpers.serving import Client, Serving
 from tests.helpers.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there are hosts")]
 
-SETTINGS = {
-    "RAY_AUTH_MODE": "token",
-    "RAY_enable_metrics_collection": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_health_check_initial_delay_ms": "1000",
-    "RAY_health_check_period_ms": "500",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "3",
-    "OMP_NUM_THREADS": "1",
-}
-
-
 CPUS = (0, 2, 1)
-
-
-class RayHosts:
-    def __init__(self, hosts: list[Host], folder: str):
-        self.hosts, self.folder = hosts, folder
-        self.env = {**SETTINGS, "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_ADDRESS": f"{hosts[0].address}:6379"}
-        self.nodes: dict[int, Any] = {}
-        self._started = 0
-
-    def node(self, index: int, cpus: int, **options: Any) -> None:
-        host, self._started = self.hosts[index], self._started + 1
-        command = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--node-ip-address", host.address]
-        command += ["--head", "--port", "6379", "--include-dashboard", "false", "--no-monitor"] if index == 0 else []
-        command += [] if index == 0 else ["--address", self.env["RAY_ADDRESS"]]
-        command += ["--num-cpus", str(cpus), "--num-gpus", "0", "--object-store-memory", "80000000"]
-        command += ["--temp-dir", f"{self.folder}/{self._started}", "--include-log-monitor", "false"]
-        command += ["--disable-usage-stats"]
-        own = {key: value for key, value in self.env.items() if key != "RAY_ADDRESS"}
-        environment = {**own, **options.pop("env", {})}
-        log = (Path(self.folder) / f"{self._started}.log").open("wb")
-        self.nodes[index] = host.start(command, env=environment, shm_mb=200, stdout=log, stderr=log, **options)
-        output = Path(log.name)
-        assert wait_until(lambda: b"Ray runtime started" in output.read_bytes(), 60), output.read_text()
-
-    def end(self, index: int) -> None:
-        self.nodes.pop(index).kill()
-        self.hosts[index].kill()
-
-    def executor(
-        self, model: Path, *, on: int = 0, on_its_own: bool = False, env: dict[str, str] | None = None, **options: Any
-    ) -> ExecutorProcess:
-        host = self.hosts[on]
-        wanted = {"model": str(model), "distributed_executor_backend": "ray", **options}
-
-        def start(command: list[str], **details: Any) -> subprocess.Popen[bytes]:  # sees its own processes only
-            return host.start(["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command], **details)
-
-        variables = {**self.env, "PHALANX_HOST_IP": host.address, **(env or {})}
-        return ExecutorProcess(wanted, start=start if on_its_own else host.start, env=variables)
 
 
 @pytest.fixture(scope="module")
 def bed() -> Iterator[RayHosts]:
-    folder = tempfile.mkdtemp(prefix="phxray-", dir="/tmp")
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        hosts = RayHosts(stack.enter_context(test_bed(3)), folder)
-        for index in range(3):
-            hosts.node(index, cpus=CPUS[index])
-        yield hosts
+    with ray_hosts(CPUS) as made:
+        yield made
 
 
 @pytest.fixture

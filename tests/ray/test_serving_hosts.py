@@ -1,0 +1,171 @@
+"""A server on a Ray cluster of three hosts, two tensor ranks on two of them, 20 streams: a host is killed, frozen, cut
+off and healed, its raylet is killed, the head is started again. Every stream ends with the text of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.asks import Oracle, wait_for_events
+from tests.helpers.history import check_stream
+from tests.helpers.hosts import missing
+from tests.helpers.processes import wait_until
+from tests.helpers.ray_hosts import RayHosts, ray_hosts
+from tests.helpers.serving import Client, Serving
+from tests.helpers.tiny_model import write_tiny_model
+from tests.helpers.worlds import OPTIONS
+
+pytestmark = [
+    pytest.mark.skipif(bool(missing()), reason=missing() or "there are hosts"),
+    pytest.mark.timeout(600),
+]
+
+CPUS = (0, 2, 1)
+NAMES = ("greedy", "logprobs", "seeded", "penalties", "several")
+STREAMS = 20
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+class Served:
+    """A server on one of the hosts, and what it answers undisturbed."""
+
+    def __init__(self, bed: RayHosts, model: str, *, on: int = 0):
+        self.bed = bed
+        host, arguments = bed.hosts[on], [model, "-tp", "2", *OPTIONS, "--placement-strategy", "SPREAD"]
+        arguments += ["--distributed-executor-backend", "ray"]
+        env = {**bed.env, "PHALANX_HOST_IP": host.address}
+        self.serving = Serving(
+            arguments,
+            Path(bed.folder) / f"serve{time.monotonic_ns()}.log",
+            env=env,
+            start=host.start,
+            network=host.network,
+        )
+        self.serving.ready()
+        self.oracle = Oracle(self.serving, NAMES)
+
+    def nodes(self) -> list[str]:
+        return [worker["node"] for worker in self.serving.status()["workers"]]
+
+    def streams_through(self, strike: Callable[[], object]) -> float:
+        """20 streams, and in their middle this. None is lost; seconds until every one had moved on."""
+        clients = [self.oracle.ask(self.serving, NAMES[i % len(NAMES)]) for i in range(STREAMS)]
+        assert wait_for_events(clients, 4 * STREAMS, 60), self.serving.output
+        began = time.monotonic()
+        strike()
+        return self.finished(clients, began)
+
+    def finished(self, clients: list[Client], began: float) -> float:
+        for client in clients:
+            client.join(120)
+        complaints = [c for client in clients for c in check_stream(client.saw, self.oracle.answers[client.saw.ask])]
+        assert all(client.saw.accepted for client in clients), [client.saw.body for client in clients]
+        assert not complaints, "\n".join([*complaints[:5], self.serving.output])
+        after = [next((e.at for e in client.saw.events if e.at > began), began) for client in clients]
+        return max(after) - began
+
+    def close(self) -> None:
+        self.serving.kill()
+
+
+@pytest.fixture(scope="module")
+def bed() -> Iterator[RayHosts]:
+    with ray_hosts(CPUS) as made:
+        yield made
+
+
+@pytest.fixture
+def served(bed: RayHosts, tiny: str) -> Iterator[Served]:
+    made = Served(bed, tiny)
+    yield made
+    made.close()
+
+
+def bring_back(bed: RayHosts, index: int) -> None:
+    """As its operator would: nothing of before, and `ray start` again."""
+    bed.end(index)
+    bed.node(index, cpus=CPUS[index])
+
+
+def test_a_host_that_falls_silent(bed: RayHosts, served: Served) -> None:
+    """Its rank goes to the other host, which has room; it comes back and is used again. (The short form.)"""
+    assert served.nodes() == ["host1", "host2"]
+    moved = served.streams_through(bed.hosts[2].cut)
+    assert served.nodes() == ["host1", "host1"] and moved < 60
+    bed.hosts[2].heal()
+    bring_back(bed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("deed", ["kill", "freeze", "cut", "raylet"])
+def test_a_host_is_lost(bed: RayHosts, tiny: str, deed: str, index: int) -> None:
+    """Host 1 leaves no room for its rank, so that the model is split anew over one; host 2 does. What comes back is
+    taken in."""
+    served = Served(bed, tiny)
+    host, began = bed.hosts[index], time.monotonic()
+    try:
+        strike = {
+            "kill": lambda: bed.end(index),
+            "freeze": lambda: host.signal_all(signal.SIGSTOP),
+            "cut": host.cut,
+            "raylet": lambda: os.kill(_raylet(host.pids()), signal.SIGKILL),
+        }[deed]
+        moved = served.streams_through(strike)
+        assert host.name not in served.nodes()
+        print(f"{deed} of {host.name}: every stream moved on after {moved:.1f} s")
+        if deed == "cut":
+            host.heal()
+        if deed == "freeze":
+            host.signal_all(signal.SIGCONT)
+        if index in bed.nodes:
+            bed.end(index)
+        bed.node(index, cpus=CPUS[index])
+        served.streams_through(lambda: None)
+        assert wait_until(lambda: len(served.nodes()) == 2, 90), served.serving.output
+        served.streams_through(lambda: None)
+    finally:
+        served.close()
+        if index not in bed.nodes or time.monotonic() < began:
+            bed.node(index, cpus=CPUS[index])
+
+
+def _raylet(pids: list[int]) -> int:
+    return next(pid for pid in pids if psutil.Process(pid).name() == "raylet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [True, False], ids=["with GCS fault tolerance", "without"])
+def test_the_head_is_started_again(tiny: str, tmp_path: Path, kept: bool) -> None:
+    """The server is on a worker's host. What it serves goes on either way; whether a rank that is lost afterwards can
+    be replaced depends on whether the head remembers."""
+    storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path / "gcs")} if kept else {}
+    with ray_hosts((0, 2, 2), **storage) as bed:
+        served = Served(bed, tiny, on=1)
+        try:
+
+            def restart() -> None:
+                bed.end(0)
+                time.sleep(1)
+                bed.node(0, cpus=0)
+
+            served.streams_through(restart)
+            time.sleep(5)
+            if kept:
+                victim = next(w for w in served.serving.status()["workers"] if w["node"] == "host2")
+                served.streams_through(lambda: os.kill(victim["pid"], signal.SIGKILL))
+            else:
+                print(served.serving.output[-2000:])
+        finally:
+            served.close()
