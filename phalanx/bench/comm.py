@@ -27,7 +27,7 @@ from phalanx.planner.hardware import Hardware
 if TYPE_CHECKING:
     from phalanx.distributed.speed import Speed, Timing
 
-TRANSPORTS = ("shm", "tcp", "tcp-encrypted", "gloo")
+TRANSPORTS = ("shm", "tcp", "tcp-encrypted", "tcp-packed", "gloo")
 YARDSTICK = "gloo"
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 20, 1 << 22)
 _PR_SET_PDEATHSIG = 1
@@ -171,6 +171,7 @@ def report(speeds: Sequence[Speed], transport: str, hardware: Hardware) -> dict[
         "ranks": len(speeds),
         "transport": transport,
         "results": rows,
+        "how": speeds[0].how.get(transport, {}),
         "copy_gb_s": copied,
         "machine": machine(hardware),
     }
@@ -225,6 +226,12 @@ def table(result: dict[str, Any]) -> str:
         cells = [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
         text.append("  ".join(cells).rstrip())
     text += ["", "The size is the whole tensor, also where each rank has a part of it. send is one way."]
+    how = {name: value for name, value in result["how"].items() if name.endswith("_bytes")}
+    if how:
+        sizes = ", ".join(
+            f"{name.removesuffix('_bytes').replace('_', ' ')} {value:,} bytes" for name, value in how.items()
+        )
+        text.append(f"{transport} is {result['how']['transport']}: {sizes}.")
     for row in result["results"]:
         if "of_copy_speed" in row:
             speed = result["copy_gb_s"][str(row["bytes"])]

@@ -18,7 +18,8 @@ from phalanx.planner.hardware import detect
 
 _DESCRIPTION = (
     "How fast the ranks of this machine exchange tensors, for each operation and size, beside gloo on the same "
-    "processes. Needs no model. tcp is measured over the loopback interface, as if each rank were on a node of its own."
+    "processes. Needs no model. tcp is measured over the loopback interface, as if each rank were on a node of its "
+    "own; tcp-packed sends large floating-point tensors as 8-bit integers."
 )
 _LARGEST = 1 << 30
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import cycle, islice
+from typing import Any
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from phalanx.distributed.bootstrap import Door, Meeting, connect_groups
 from phalanx.distributed.collectives import Group
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transports.abort import Abort
+from phalanx.distributed.transports.compressed import AT_LEAST
 from phalanx.distributed.transports.nccl import TorchGroup
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "barrier")
@@ -48,6 +50,8 @@ class Speed(msgspec.Struct, frozen=True):
     timings: list[Timing]
     copied: dict[int, float]
     """Bytes a second of copying a tensor of so many bytes, with all ranks doing so at once."""
+    how: dict[str, dict[str, Any]] = {}
+    """What each group says of itself (`Group.describe`)."""
 
 
 def one_thread() -> None:
@@ -56,14 +60,15 @@ def one_thread() -> None:
 
 
 def connect(transport: str, door: Door, roster: Sequence[Address], key: bytes, folder: str, crowded: bool) -> Group:
-    """This rank's group of all; `transport` is shm, tcp, tcp-encrypted, or gloo, which meets in a file of `folder`."""
+    """This rank's group of all; `transport` is shm, tcp, tcp-encrypted, tcp-packed, or gloo (meets in `folder`)."""
     rank, size = door.address.rank, len(roster)
     if transport == "gloo":
         return _gloo(rank, size, folder)
     if transport != "shm":  # as if every rank were on a node of its own
         roster = [msgspec.structs.replace(address, node=f"{address.node}/{address.rank}") for address in roster]
         door.address = roster[rank]
-    meeting = Meeting(0, key, transport == "tcp-encrypted", exchange_timeout=60.0)
+    packs = AT_LEAST if transport == "tcp-packed" else None
+    meeting = Meeting(0, key, transport == "tcp-encrypted", exchange_timeout=60.0, compress_from=packs)
     return connect_groups(Mesh(tp=size), door, roster, meeting, Abort(), crowded=crowded).tp
 
 
@@ -95,7 +100,7 @@ def measure(groups: Mapping[str, Group], operations: Sequence[str], sizes: Seque
             ordered = sorted(t / both_ways for t in times)
             p90 = ordered[min(len(ordered) * 9 // 10, len(ordered) - 1)]
             timings.append(Timing(operation, nbytes, name, statistics.median(ordered), p90, len(ordered)))
-    return Speed(timings, copied)
+    return Speed(timings, copied, {name: group.describe() for name, group in groups.items()})
 
 
 def _timed(call: Callable[[], object], count: int) -> list[float]:

@@ -4,6 +4,7 @@ off and healed, its raylet is killed, the head is started again. Every stream en
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from tests.helpers.asks import Oracle, wait_for_events
-from tests.helpers.history import check_stream
+from tests.helpers.history import check_stream, longest_gap
 from tests.helpers.hosts import missing
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
@@ -59,21 +60,19 @@ class Served:
         return [worker["node"] for worker in self.serving.status()["workers"]]
 
     def streams_through(self, strike: Callable[[], object]) -> float:
-        """20 streams, and in their middle this. None is lost; seconds until every one had moved on."""
+        """20 streams, and in their middle this. None is lost; the longest silence of any, in seconds."""
         clients = [self.oracle.ask(self.serving, NAMES[i % len(NAMES)]) for i in range(STREAMS)]
         assert wait_for_events(clients, 4 * STREAMS, 60), self.serving.output
-        began = time.monotonic()
         strike()
-        return self.finished(clients, began)
+        return self.finished(clients)
 
-    def finished(self, clients: list[Client], began: float) -> float:
+    def finished(self, clients: list[Client]) -> float:
         for client in clients:
             client.join(120)
         complaints = [c for client in clients for c in check_stream(client.saw, self.oracle.answers[client.saw.ask])]
         assert all(client.saw.accepted for client in clients), [client.saw.body for client in clients]
         assert not complaints, "\n".join([*complaints[:5], self.serving.output])
-        after = [next((e.at for e in client.saw.events if e.at > began), began) for client in clients]
-        return max(after) - began
+        return max(longest_gap(client.saw)[1] for client in clients)
 
     def close(self) -> None:
         self.serving.kill()
@@ -101,8 +100,8 @@ def bring_back(bed: RayHosts, index: int) -> None:
 def test_a_host_that_falls_silent(bed: RayHosts, served: Served) -> None:
     """Its rank goes to the other host, which has room; it comes back and is used again. (The short form.)"""
     assert served.nodes() == ["host1", "host2"]
-    moved = served.streams_through(bed.hosts[2].cut)
-    assert served.nodes() == ["host1", "host1"] and moved < 60
+    silence = served.streams_through(bed.hosts[2].cut)
+    assert served.nodes() == ["host1", "host1"] and silence < 60
     bed.hosts[2].heal()
     bring_back(bed, 2)
 
@@ -114,17 +113,17 @@ def test_a_host_is_lost(bed: RayHosts, tiny: str, deed: str, index: int) -> None
     """Host 1 leaves no room for its rank, so that the model is split anew over one; host 2 does. What comes back is
     taken in."""
     served = Served(bed, tiny)
-    host, began = bed.hosts[index], time.monotonic()
+    host = bed.hosts[index]
     try:
         strike = {
             "kill": lambda: bed.end(index),
             "freeze": lambda: host.signal_all(signal.SIGSTOP),
             "cut": host.cut,
-            "raylet": lambda: os.kill(_raylet(host.pids()), signal.SIGKILL),
+            "raylet": lambda: os.kill(_raylets(host.pids())[0], signal.SIGKILL),
         }[deed]
-        moved = served.streams_through(strike)
+        silence = served.streams_through(strike)
         assert host.name not in served.nodes()
-        print(f"{deed} of {host.name}: every stream moved on after {moved:.1f} s")
+        print(f"{deed} of {host.name}: the longest silence of a stream was {silence:.1f} s")
         if deed == "cut":
             host.heal()
         if deed == "freeze":
@@ -137,12 +136,16 @@ def test_a_host_is_lost(bed: RayHosts, tiny: str, deed: str, index: int) -> None
         served.streams_through(lambda: None)
     finally:
         served.close()
-        if index not in bed.nodes or time.monotonic() < began:
+        if index not in bed.nodes:
             bed.node(index, cpus=CPUS[index])
 
 
-def _raylet(pids: list[int]) -> int:
-    return next(pid for pid in pids if psutil.Process(pid).name() == "raylet")
+def _raylets(pids: list[int]) -> list[int]:
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found += [pid] if psutil.Process(pid).name() == "raylet" else []
+    return found
 
 
 @pytest.mark.slow
@@ -161,11 +164,17 @@ def test_the_head_is_started_again(tiny: str, tmp_path: Path, kept: bool) -> Non
                 bed.node(0, cpus=0)
 
             served.streams_through(restart)
-            time.sleep(5)
             if kept:
+                time.sleep(5)
                 victim = next(w for w in served.serving.status()["workers"] if w["node"] == "host2")
                 served.streams_through(lambda: os.kill(victim["pid"], signal.SIGKILL))
-            else:
-                print(served.serving.output[-2000:])
+                return
+            # The new head knows neither the other nodes nor the engine's job: their raylets end, and so does the
+            # engine's process, which starts again once its host is a node of the cluster.
+            ended = lambda: not any(_raylets(bed.hosts[index].pids()) for index in (1, 2))  # noqa: E731
+            assert wait_until(ended, 90), served.serving.output
+            for index in (2, 1):
+                bed.node(index, cpus=2)
+            served.streams_through(lambda: None)
         finally:
             served.close()
