@@ -6,8 +6,9 @@ namespace phalanx {
 
 void bind_attention(nb::module_& m);
 void bind_block_matmul(nb::module_& m);
-void bind_pointwise(nb::module_& m);
 void bind_matmul(nb::module_& m);
+void bind_pointwise(nb::module_& m);
+void bind_sampling(nb::module_& m);
 
 NB_MODULE(_native, m) {
   m.doc() = "Kernels for CPUs; see phalanx/kernels for what each does.";
@@ -23,8 +24,9 @@ NB_MODULE(_native, m) {
   m.def("team_size", &team_size);
   bind_attention(m);
   bind_block_matmul(m);
-  bind_pointwise(m);
   bind_matmul(m);
+  bind_pointwise(m);
+  bind_sampling(m);
 }
 
 }  // namespace phalanx

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phalanx.kernels import sampling as kernels
 from phalanx.sampling.order import first_candidates
 from phalanx.step import TokenLogprobs
 
@@ -24,20 +25,34 @@ def token_logprobs(
     """`logits` float32 [R, V] without NaN, `tokens` [R] the token at each row, `num_top` [R] alternatives wanted.
     Each row's numbers depend on that row alone."""
     vocab = logits.shape[-1]
+    most = min(int(num_top.max(initial=0)), vocab)
+    if kernels.serves(logits):
+        found = kernels.logprobs(logits, tokens, most)
+        return _entries(found.own, found.ranks, found.top_ids, found.top, num_top)
     chosen = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)[:, None]
     logprobs = logits.log_softmax(-1)
-    most = min(int(num_top.max(initial=0)), vocab)
     best, ranks = _best(logits, most, chosen)
-    best_logprobs = logprobs.gather(-1, best).cpu().numpy().astype("<f4")
-    best_ids = best.cpu().numpy().astype("<i4")
-    own = logprobs.gather(-1, chosen)[:, 0].tolist()
+    own = logprobs.gather(-1, chosen)[:, 0].cpu().numpy()
+    return _entries(own, ranks, best.cpu().numpy(), logprobs.gather(-1, best).cpu().numpy(), num_top)
+
+
+def _entries(
+    own: NDArray[np.float32],
+    ranks: NDArray[np.int64],
+    top_ids: NDArray[np.integer],
+    top: NDArray[np.float32],
+    num_top: NDArray[np.integer],
+) -> list[TokenLogprobs]:
+    ids, logprobs = top_ids.astype("<i4", copy=False), top.astype("<f4", copy=False)
     return [
-        TokenLogprobs(own[i], rank, best_ids[i, :n].tobytes(), best_logprobs[i, :n].tobytes())
-        for i, (rank, n) in enumerate(zip(ranks, num_top.clip(0, most).tolist(), strict=True))
+        TokenLogprobs(logprob, rank, ids[i, :n].tobytes(), logprobs[i, :n].tobytes())
+        for i, (logprob, rank, n) in enumerate(
+            zip(own.tolist(), ranks.tolist(), num_top.clip(0, ids.shape[1]).tolist(), strict=True)
+        )
     ]
 
 
-def _best(logits: torch.Tensor, most: int, chosen: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+def _best(logits: torch.Tensor, most: int, chosen: torch.Tensor) -> tuple[torch.Tensor, NDArray[np.int64]]:
     """The first `most` token ids [R, most] of each row, and the rank of `chosen` [R, 1]."""
     vocab = logits.shape[-1]
     ids = first_candidates(logits, min(most + SPARE, vocab))
@@ -50,4 +65,4 @@ def _best(logits: torch.Tensor, most: int, chosen: torch.Tensor) -> tuple[torch.
         own = few.gather(-1, token)
         before = (few > own) | ((few == own) & (torch.arange(vocab, device=few.device) < token))
         ranks[far] = before.sum(-1).cpu().numpy()
-    return ids[:, :most], (ranks + 1).tolist()
+    return ids[:, :most], ranks + 1

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from phalanx.kernels import sampling as kernels
 from phalanx.sampling.constraints import apply_constraints, apply_masks
 from phalanx.sampling.logprobs import token_logprobs
 from phalanx.sampling.order import first_candidates
-from phalanx.sampling.parameters import GREEDY_BELOW, SamplingTable
+from phalanx.sampling.parameters import GREEDY_BELOW, Constraints, SamplingTable
 from phalanx.sampling.penalties import apply_penalties
 from phalanx.sampling.race import race, single, winners
-from phalanx.sampling.random import row_keys
+from phalanx.sampling.random import DRAW, row_keys
 from phalanx.sampling.truncation import Truncation, kept_counts
 from phalanx.step import NO_TOKEN, TokenLogprobs
 
@@ -71,42 +72,75 @@ class Sampled:
 
 def sample(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> Sampled:
     """Choose one token a row. `logits` is float32 [R, V] and is changed in place."""
-    rows, vocab = logits.shape
-    tokens = np.full(rows, NO_TOKEN, np.int32)
-    failures: dict[int, str] = {}
     asked = np.flatnonzero(table.logprobs[batch.slots] >= 0)
-    raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None
-    raw_best = logits.amax(-1).cpu().numpy()
-    constrain(logits, table, batch)
-    greedy = table.temperature[batch.slots] < GREEDY_BELOW
-    # torch.max, unlike topk, promises the first of equal values; NaN comes out as the largest.
-    best, first = (t.cpu().numpy() for t in logits.max(-1))
-    usable = np.isfinite(best) & np.isfinite(raw_best)
-    for row in np.flatnonzero(~usable).tolist():
-        failures[row] = NO_CANDIDATE if np.isfinite(raw_best[row]) else NO_SCORES
-    tokens[greedy & usable] = first[greedy & usable]
-    drawn = np.flatnonzero(~greedy & usable)
-    step = max(1, CHUNK_ELEMENTS // vocab)
-    for at in range(0, len(drawn), step):
-        part = drawn[at : at + step]
-        few = logits if len(part) == rows else logits[torch.from_numpy(part).to(logits.device)]
-        tokens[part] = draw(few, table, batch, part)
+    limited = list(table.constraints(batch.slots, batch.outputs))
+    raw = raw_best = None
+    if limited or len(batch.mask_rows):
+        raw = logits[torch.from_numpy(asked).to(logits.device)] if len(asked) else None
+        raw_best = logits.amax(-1).cpu().numpy()
+        constrain(logits, table, batch, limited)
+    chosen, best = choose(logits, table, batch)
+    usable = np.isfinite(best)
+    if raw_best is not None:
+        usable &= np.isfinite(raw_best)
+    if usable.all():
+        failures, tokens = {}, chosen.astype(np.int32)
+    else:
+        reasons = best if raw_best is None else raw_best
+        failures = {
+            row: NO_CANDIDATE if np.isfinite(reasons[row]) else NO_SCORES for row in np.flatnonzero(~usable).tolist()
+        }
+        tokens = np.where(usable, chosen, NO_TOKEN).astype(np.int32)
     logprobs: dict[int, TokenLogprobs] = {}
-    if raw is not None:
+    if len(asked):
         kept = np.flatnonzero(usable[asked])
-        chosen = asked[kept]
+        step = max(1, CHUNK_ELEMENTS // logits.shape[1])
         for at in range(0, len(kept), step):
-            part = chosen[at : at + step]
-            few = raw[torch.from_numpy(kept[at : at + step]).to(logits.device)]
+            part = asked[kept[at : at + step]]
+            few = _rows(logits, part) if raw is None else _rows(raw, kept[at : at + step])
             entries = token_logprobs(few, tokens[part], table.logprobs[batch.slots[part]])
             logprobs.update(zip(part.tolist(), entries, strict=True))
     return Sampled(tokens, logprobs, failures)
 
 
-def constrain(logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> None:
-    """Change `logits` in place by all that forbids or favours tokens. They are those of the table's `span`."""
+def _rows(logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+    """Some rows of `logits`, or all of them, as they are: `rows` rises."""
+    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+
+
+def choose(
+    logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """A token of each row, and its largest logit, NaN where it has one. Where that is not a finite number, the token
+    has no meaning."""
+    temperature = table.temperature[batch.slots]
+    greedy = temperature < GREEDY_BELOW
+    if kernels.serves(logits):
+        return kernels.choose(logits, None if greedy.all() else _draws(table, batch, np.where(greedy, 0, temperature)))
+    # torch.max, unlike topk, promises the first of equal values; NaN comes out as the largest.
+    best, tokens = (t.cpu().numpy() for t in logits.max(-1))
+    drawn = np.flatnonzero(~greedy & np.isfinite(best))
+    step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    for at in range(0, len(drawn), step):
+        part = drawn[at : at + step]
+        tokens[part] = draw(_rows(logits, part), table, batch, part)
+    return tokens, best
+
+
+def _draws(table: SamplingTable, batch: SamplingBatch, temperature: NDArray[np.float64]) -> kernels.Draws:
+    slots = batch.slots
+    return kernels.Draws(
+        temperature, table.top_k[slots], table.top_p[slots], table.min_p[slots],
+        _keys(table.seed[slots], table.choice[slots], batch.lengths),
+    )  # fmt: skip
+
+
+def constrain(
+    logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, limited: list[tuple[int, Constraints]]
+) -> None:
+    """Change `logits` in place by all that forbids or favours tokens. They are those of the table's `span`; `limited`
+    are the table's constraints of the batch."""
     apply_masks(logits, batch.mask_rows, batch.masks, table.span[0])
-    limited = list(table.constraints(batch.slots, batch.outputs))
     if not limited:
         return
     rows = [row for row, _ in limited]
@@ -135,7 +169,23 @@ def truncation(table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int6
 def draw_keys(table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
     """What the given rows of the batch draw with."""
     slots = batch.slots[rows]
-    return row_keys(table.seed[slots], table.choice[slots], batch.lengths[rows])
+    return _keys(table.seed[slots], table.choice[slots], batch.lengths[rows])
+
+
+def _keys(seed: NDArray[np.uint64], choice: NDArray[np.int64], position: NDArray[np.int64]) -> NDArray[np.uint64]:
+    keys = kernels.row_keys(seed, choice, position, DRAW)
+    return row_keys(seed, choice, position) if keys is None else keys
+
+
+def race_all(
+    logits: torch.Tensor, temperature: NDArray[np.float64], keys: NDArray[np.uint64], first: int
+) -> NDArray[np.int64]:
+    """`race`, by the fastest way."""
+    if not kernels.serves(logits):
+        return race(logits, temperature, keys, first)
+    rows = len(logits)
+    whole = kernels.Draws(temperature, np.zeros(rows, np.int64), np.ones(rows), np.zeros(rows), keys)
+    return kernels.choose(logits, whole, first)[0]
 
 
 def draw(
@@ -144,10 +194,9 @@ def draw(
     """Token ids [R] for `logits` [R, V] of the given rows of the batch, each with a finite largest logit."""
     narrows = truncation(table, batch, rows).narrows(logits.shape[-1])
     tokens = np.full(len(rows), NO_TOKEN, np.int64)
-    for part, choose in ((np.flatnonzero(~narrows), _draw_from_all), (np.flatnonzero(narrows), _draw_from_best)):
+    for part, choose_from in ((np.flatnonzero(~narrows), _draw_from_all), (np.flatnonzero(narrows), _draw_from_best)):
         if len(part):
-            few = logits if len(part) == len(rows) else logits[torch.from_numpy(part).to(logits.device)]
-            tokens[part] = choose(few, table, batch, rows[part])
+            tokens[part] = choose_from(_rows(logits, part), table, batch, rows[part])
     return tokens
 
 

@@ -24,7 +24,7 @@ from phalanx.distributed.partition import Partition
 from phalanx.sampling.logprobs import SPARE
 from phalanx.sampling.order import first_candidates
 from phalanx.sampling.parameters import GREEDY_BELOW, SamplingTable
-from phalanx.sampling.race import race, single, winners
+from phalanx.sampling.race import single, winners
 from phalanx.sampling.sampler import (
     CANDIDATES,
     CHUNK_ELEMENTS,
@@ -35,6 +35,7 @@ from phalanx.sampling.sampler import (
     constrain,
     draw,
     draw_keys,
+    race_all,
     truncation,
 )
 from phalanx.sampling.truncation import kept_counts
@@ -62,7 +63,7 @@ class SplitSampler:
         asked = np.flatnonzero(table.logprobs[batch.slots] >= 0)
         raw = logits[self._index(asked, logits)] if len(asked) else logits
         raw_best = logits.amax(-1)
-        constrain(logits, table, batch)
+        constrain(logits, table, batch, list(table.constraints(batch.slots, batch.outputs)))
         # torch.max, unlike topk, promises the first of equal values; NaN comes out as the largest.
         best, first = logits.max(-1)
         greedy = table.temperature[batch.slots] < GREEDY_BELOW
@@ -148,7 +149,7 @@ class SplitSampler:
     ) -> list[torch.Tensor]:
         """Ids and logits of this rank's winners, for rows that draw from all tokens."""
         few = logits if len(rows) == len(logits) else logits[self._index(rows, logits)]
-        won = race(few, table.temperature[batch.slots[rows]], draw_keys(table, batch, rows), self._first)
+        won = race_all(few, table.temperature[batch.slots[rows]], draw_keys(table, batch, rows), self._first)
         ids = self._index(won, logits)
         columns = (ids - self._first).clamp(0, logits.shape[-1] - 1)
         values = few.gather(-1, columns[:, None])[:, 0].masked_fill(ids < 0, float("-inf"))

@@ -1,0 +1,285 @@
+#include "sampling.hpp"
+
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "bindings.hpp"
+#include "team.hpp"
+
+namespace phalanx {
+namespace {
+
+constexpr std::int64_t kSearched = 1024;  // of more candidates, those that can win are searched first
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+struct Row {
+  const float* logits;
+  int vocab;
+  std::uint32_t first;  // token of column 0
+  double temperature, top_p, min_p;
+  std::int64_t top_k;
+  std::uint64_t key;
+};
+
+std::uint32_t mix(std::uint32_t word) {
+  word ^= word >> 16;
+  word *= 0x7feb352du;
+  word ^= word >> 15;
+  word *= 0x846ca68bu;
+  return word ^ (word >> 16);
+}
+
+std::uint32_t word_of(const Row& row, int column) {
+  const std::uint32_t token = row.first + static_cast<std::uint32_t>(column);
+  return mix(mix(token ^ static_cast<std::uint32_t>(row.key)) + static_cast<std::uint32_t>(row.key >> 32));
+}
+
+// Candidates sort by falling logit, ties by column: as rising integers.
+std::uint64_t sort_key(float logit, int column) {
+  std::int32_t bits;
+  logit += 0.0f;  // the two zeros are equal
+  std::memcpy(&bits, &logit, sizeof bits);
+  bits ^= (bits >> 31) & 0x7fffffff;
+  return static_cast<std::uint64_t>(~static_cast<std::uint32_t>(bits) ^ 0x80000000u) << 32 |
+         static_cast<std::uint32_t>(column);
+}
+int column_of(std::uint64_t key) { return static_cast<int>(key & 0x7fffffff); }
+
+float single(double temperature) { return static_cast<float>(std::min<double>(temperature, FLT_MAX)); }
+
+float inverse(double temperature) { return 1.0f / single(temperature); }  // never zero
+
+// What decides a race: phalanx/sampling/race.py.
+double sum_of(const Row& row, int column, float best) {
+  const double exponential = -std::log1p((word_of(row, column) + 0.5) * -0x1p-32);
+  return (static_cast<double>(row.logits[column]) - best) / row.temperature - std::log(exponential);
+}
+
+// Of columns in any order, the one with the largest sum; of equal ones the lowest.
+template <typename Column>
+int winner(const Row& row, float best, std::size_t count, Column column_at) {
+  double most = -kInfinity;
+  int won = -1;
+  for (std::size_t i = 0; i < count; ++i) {
+    const int column = column_at(i);
+    if (row.logits[column] == -kInfinity) continue;
+    const double sum = sum_of(row, column, best);
+    if (sum > most || (sum == most && column < won)) most = sum, won = column;
+  }
+  return won;
+}
+
+double bound_of(const Row& row, int column, float best) {
+  constexpr double kSlack = 1.0001;
+  const float distance = (best - row.logits[column]) / single(row.temperature);
+  return -std::log1p((word_of(row, column) + 0.5) / -0x1p32) * std::exp(static_cast<double>(distance)) * 0x1p32 *
+         kSlack;
+}
+
+// Among the candidates up to `last` in order.
+int race(const Row& row, Best best, std::uint64_t last) {
+  const Race search = {best.value, inverse(row.temperature), static_cast<std::uint32_t>(row.key),
+                       static_cast<std::uint32_t>(row.key >> 32), row.first};
+  // The bound falls as better ones are found; whoever was within it stays in the list, which costs little.
+  double bound = bound_of(row, best.column, best.value);
+  std::vector<int> list;
+  int columns[64];
+  for (int from = 0; from < row.vocab;) {
+    const int found = sampling().contenders(row.logits, row.vocab, search, static_cast<float>(bound * 1.000001), &from,
+                                            columns, from ? 64 : 16);
+    for (int i = 0; i < found; ++i) {
+      if (sort_key(row.logits[columns[i]], columns[i]) > last) continue;
+      bound = std::min(bound, bound_of(row, columns[i], best.value));
+      list.push_back(columns[i]);
+    }
+  }
+  return winner(row, best.value, list.size(), [&](std::size_t i) { return list[i]; });
+}
+
+// Of keys in the order of their columns; stable, so that equal logits stay in it.
+void radix_sort(std::vector<std::uint64_t>& keys) {
+  constexpr int kBits = 11;
+  std::vector<std::uint64_t> other(keys.size());
+  for (int shift = 32; shift < 64; shift += kBits) {
+    std::size_t starts[(1 << kBits) + 1] = {};
+    const auto digit = [shift](std::uint64_t key) { return (key >> shift) & ((1 << kBits) - 1); };
+    for (const std::uint64_t key : keys) ++starts[digit(key) + 1];
+    for (int i = 0; i < 1 << kBits; ++i) starts[i + 1] += starts[i];
+    for (const std::uint64_t key : keys) other[starts[digit(key)]++] = key;
+    keys.swap(other);
+  }
+}
+
+// The first `most` candidates in order.
+void first_candidates(const float* logits, int vocab, std::size_t most, std::vector<std::uint64_t>& keys) {
+  constexpr int kPart = 1024;
+  constexpr std::size_t kSelected = 4096;
+  keys.clear();
+  if (most > kSelected) {
+    for (int i = 0; i < vocab; ++i) keys.push_back(sort_key(logits[i], i));
+    radix_sort(keys);
+    keys.resize(most);
+    return;
+  }
+  int columns[kPart];
+  bool full = false;
+  float floor = 0;
+  for (int start = 0; start < vocab; start += kPart) {
+    const int part = std::min(kPart, vocab - start);
+    if (!full) {
+      for (int i = 0; i < part; ++i) keys.push_back(sort_key(logits[start + i], start + i));
+    } else {
+      const int found = sampling().above(logits + start, part, floor, columns);
+      for (int i = 0; i < found; ++i)
+        keys.push_back(sort_key(logits[start + columns[i]], start + columns[i]));
+    }
+    // Of what equals the last one kept only earlier columns go before it, and those were seen.
+    if (keys.size() >= 2 * most || (!full && keys.size() >= most)) {
+      std::nth_element(keys.begin(), keys.begin() + (most - 1), keys.end());
+      keys.resize(most);
+      floor = logits[column_of(keys.back())];
+      full = true;
+    }
+  }
+  if (keys.size() > most) {
+    std::nth_element(keys.begin(), keys.begin() + (most - 1), keys.end());
+    keys.resize(most);
+  }
+  std::sort(keys.begin(), keys.end());
+}
+
+// How many of the candidates `keys` the row may draw; -1 when it takes more of them to know. The arithmetic of
+// `kept_counts` in phalanx/sampling/truncation.py.
+std::int64_t kept_count(const Row& row, float best, double log_sum, const std::vector<std::uint64_t>& keys) {
+  const std::int64_t count = static_cast<std::int64_t>(keys.size());
+  const float scale = single(row.temperature);
+  std::vector<double> values(count), mass(count);
+  double total = 0;
+  std::int64_t finite = 0, likely = 0;
+  const double floor = row.min_p > 0 ? std::log(row.min_p) : -kInfinity;
+  for (std::int64_t i = 0; i < count; ++i) {
+    values[i] = (row.logits[column_of(keys[i])] - best) / scale;
+    mass[i] = total += std::exp(values[i] - log_sum);
+    finite += values[i] > -kInfinity;
+    likely += values[i] >= values[0] + floor;
+  }
+  const bool complete = finite < count || count == row.vocab;
+  std::int64_t kept = std::min(likely, finite);
+  if (row.top_k > 0) kept = std::min(kept, row.top_k);
+  const bool known = complete || kept < count || (row.top_k > 0 && row.top_k <= count);
+  const bool unlimited = row.top_k == 0 && row.min_p == 0 && !complete;
+  const double last = mass[kept - 1], whole = unlimited ? 1.0 : last;
+  const bool narrowed = row.top_p < 1;
+  if (!known && !(unlimited && narrowed && last >= row.top_p * whole)) return -1;
+  if (!narrowed) return kept;
+  std::int64_t nucleus = 0;
+  for (std::int64_t i = 0; i < count; ++i) nucleus += (i ? mass[i - 1] : 0.0) < row.top_p * whole;
+  return std::min(nucleus, kept);
+}
+
+int draw(const Row& row, Best best) {
+  const bool narrows = (row.top_k > 0 && row.top_k < row.vocab) || row.top_p < 1 || row.min_p > 0;
+  if (!narrows) return race(row, best, ~std::uint64_t{0});
+  double log_sum = 0;
+  if (row.top_p < 1)
+    log_sum = std::log(sampling().sum_exp(row.logits, row.vocab, best.value, inverse(row.temperature)));
+  std::vector<std::uint64_t> keys;
+  int few = 128;
+  if (row.top_k > 0 && row.top_k < few) few = static_cast<int>(row.top_k);
+  for (int count : {few, 2048, row.vocab}) {
+    if (count > row.vocab) continue;
+    first_candidates(row.logits, row.vocab, count, keys);
+    const std::int64_t kept = kept_count(row, best.value, log_sum, keys);
+    if (kept > kSearched) return race(row, best, keys[kept - 1]);
+    if (kept > 0) return winner(row, best.value, kept, [&](std::size_t i) { return column_of(keys[i]); });
+  }
+  return -1;
+}
+
+// For each row the largest logit, and the token: the first of the largest where the temperature is 0 (or null), else one that is drawn; -1
+// where the largest logit is not a finite number.
+void choose_tokens(Address logits, std::size_t rows, int vocab, std::uint32_t first, Address temperature, Address top_k,
+            Address top_p, Address min_p, Address keys, Address tokens, Address bests) {
+  parallel_for(rows, [&](std::size_t i) {
+    Row row = {at_address<float>(logits) + i * vocab, vocab, first, 0, 1, 0, 0, 0};
+    if (temperature) row.temperature = at_address<double>(temperature)[i];
+    const Best best = sampling().best(row.logits, vocab);
+    int column = best.column;
+    if (!std::isfinite(best.value)) {
+      column = -1;
+    } else if (row.temperature > 0) {
+      row.top_p = at_address<double>(top_p)[i];
+      row.min_p = at_address<double>(min_p)[i];
+      row.top_k = at_address<std::int64_t>(top_k)[i];
+      row.key = at_address<std::uint64_t>(keys)[i];
+      column = draw(row, best);
+    }
+    at_address<float>(bests)[i] = best.value;
+    at_address<std::int64_t>(tokens)[i] = column < 0 ? -1 : static_cast<std::int64_t>(column) + first;
+  });
+}
+
+// Columns [rows, most] of the first candidates of each row.
+void candidates(Address logits, std::size_t rows, int vocab, std::size_t most, Address columns) {
+  parallel_for(rows, [&](std::size_t i) {
+    std::vector<std::uint64_t> keys;
+    first_candidates(at_address<float>(logits) + i * vocab, vocab, most, keys);
+    std::int64_t* out = at_address<std::int64_t>(columns) + i * most;
+    for (std::size_t j = 0; j < most; ++j) out[j] = column_of(keys[j]);
+  });
+}
+
+// Of each row: log-probability and rank (from 1) of the token in `columns`, ids and log-probabilities of the `most`
+// likely ones.
+void logprobs(Address logits, std::size_t rows, int vocab, Address columns, std::size_t most, Address own,
+              Address ranks, Address top_ids, Address top) {
+  parallel_for(rows, [&](std::size_t i) {
+    const float* x = at_address<float>(logits) + i * vocab;
+    const int column = static_cast<int>(at_address<std::int64_t>(columns)[i]);
+    const float best = sampling().best(x, vocab).value;
+    const float log_sum = static_cast<float>(std::log(sampling().sum_exp(x, vocab, best, 1.0f)));
+    at_address<float>(own)[i] = (x[column] - best) - log_sum;
+    at_address<std::int64_t>(ranks)[i] = 1 + sampling().before(x, vocab, x[column], column);
+    if (!most) return;
+    std::vector<std::uint64_t> keys;
+    first_candidates(x, vocab, most, keys);
+    for (std::size_t j = 0; j < most; ++j) {
+      at_address<std::int32_t>(top_ids)[i * most + j] = column_of(keys[j]);
+      at_address<float>(top)[i * most + j] = (x[column_of(keys[j])] - best) - log_sum;
+    }
+  });
+}
+
+std::uint64_t mix(std::uint64_t word) {
+  word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9u;
+  word = (word ^ (word >> 27)) * 0x94d049bb133111ebu;
+  return word ^ (word >> 31);
+}
+
+// phalanx/sampling/random.py.
+void row_keys(Address seeds, Address choices, Address positions, std::uint64_t purpose, std::size_t rows,
+              Address keys) {
+  constexpr std::uint64_t kGamma = 0x9e3779b97f4a7c15u;
+  for (std::size_t i = 0; i < rows; ++i) {
+    std::uint64_t state = mix(at_address<std::uint64_t>(seeds)[i] + kGamma);
+    for (const std::uint64_t word :
+         {at_address<std::uint64_t>(choices)[i], at_address<std::uint64_t>(positions)[i], purpose})
+      state = mix((state ^ word) + kGamma);
+    at_address<std::uint64_t>(keys)[i] = state;
+  }
+}
+
+}  // namespace
+
+void bind_sampling(nb::module_& m) {
+  m.def("choose_tokens", &choose_tokens, nb::call_guard<nb::gil_scoped_release>());
+  m.def("candidates", &candidates, nb::call_guard<nb::gil_scoped_release>());
+  m.def("logprobs", &logprobs, nb::call_guard<nb::gil_scoped_release>());
+  m.def("row_keys", &row_keys);
+}
+
+}  // namespace phalanx
