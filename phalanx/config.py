@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from phalanx import layout_rules
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -117,9 +118,11 @@ class SchedulerConfig:
         2048, "Tokens computed in one step; longer prompts are computed in chunks.", parse=parse_size
     )
     max_num_queued_reqs: int = option(1024, "Requests that may wait; more are refused with 503.")
-
-
-MAX_REPLICAS = 64
+    scheduling_policy: str = option(
+        "fair",
+        "Who waiting goes next among equal priorities: `fair` between API keys, `fcfs` (or `priority`) in order of "
+        "arrival, or what an installed package supplies.",
+    )
 
 
 def parse_tensor_split(text: str) -> str:
@@ -184,7 +187,15 @@ class ParallelConfig:
     tensor_parallel_size: int = option(1, "Ranks that share every layer.", "-tp")
     pipeline_parallel_size: int = option(1, "Stages of consecutive layers.", "-pp")
     data_parallel_size: int = option(
-        1, "Replicas of the whole model behind one server; they share this machine's cores and memory.", "-dp"
+        1,
+        "Replicas of the whole model behind one server. They share this machine's cores and memory; with --nnodes each "
+        "has nodes of its own; with Ray each is placed by itself.",
+        "-dp",
+    )
+    routing_policy: str = option(
+        "prefix",
+        "Which replica gets a request: `prefix` prefers one that knows its beginning, `least-work` the least busy, or "
+        "what an installed package supplies.",
     )
     context_parallel_size: int = option(1, "Ranks that share every context.", "-cp")
     tensor_split: str = option(
@@ -209,10 +220,12 @@ class ParallelConfig:
     distributed_executor_backend: str | None = option(
         None, "How ranks are started. Default: chosen by the layout.", choices=("inprocess", "mp", "ray")
     )
-    nnodes: int = option(1, "Machines that share the model. Start Phalanx on each, unless Ray places the ranks.")
+    nnodes: int = option(
+        1, "Machines that share the model, or its replicas. Start Phalanx on each, unless Ray places the ranks."
+    )
     node_rank: int = option(0, "Which of the --nnodes machines this is; 0 serves.")
     master_addr: str | None = option(None, "Address of node 0.")
-    master_port: int = option(29500, "Port of node 0 where the other nodes join.")
+    master_port: int = option(29500, "Port of node 0 where the other nodes join; those of further replicas follow it.")
     headless: bool = option(False, "Only run ranks for node 0; no server.")
     transport_key: str | None = option(
         None, "Secret that all nodes share and prove to each other. Set it as PHALANX_TRANSPORT_KEY.", secret=True
@@ -251,16 +264,35 @@ class ParallelConfig:
         return self.context_parallel_size * sum(self.widths)
 
     @property
-    def forks_ranks(self) -> bool:
-        """Whether processes of this node alone will compute, as far as is known before the model is."""
-        backend = self.distributed_executor_backend or ("mp" if self.world_size > 1 else "inprocess")
-        return backend == "mp" and self.nnodes == 1
+    def replicas_share_machine(self) -> bool:
+        """Several replicas, and all of them here."""
+        return self.data_parallel_size > 1 and self.nnodes == 1 and self.distributed_executor_backend != "ray"
+
+    def nodes_of(self, replica: int) -> range:
+        """Those that have its ranks, without Ray; its engine is on node 0 in any case."""
+        each = max(1, self.nnodes // self.data_parallel_size)
+        return range(replica * each, (replica + 1) * each) if self.nnodes > 1 else range(1)
 
     @property
-    def meets_nodes(self) -> bool:
-        """Whether other nodes call here, as node 0."""
+    def replica_here(self) -> int:
+        """Which replica this node has ranks of."""
+        return self.node_rank // len(self.nodes_of(0))
+
+    def port_of(self, replica: int) -> int:
+        """Of node 0, where that replica's nodes join."""
+        return self.master_port + replica
+
+    def forks_ranks(self, replica: int = 0) -> bool:
+        """Whether processes of this node alone will compute, as far as is known before the model is."""
+        several = self.world_size > 1 or self.nnodes > 1
+        backend = self.distributed_executor_backend or ("mp" if several else "inprocess")
+        return backend == "mp" and self.nodes_of(replica) == range(1)
+
+    def meets_nodes(self, replica: int) -> bool:
+        """Whether other nodes call here for that replica, as node 0."""
+        elsewhere = self.nnodes > 1 and self.nodes_of(replica) != range(1)
         backend = self.distributed_executor_backend
-        return self.nnodes > 1 and self.node_rank == 0 and bool(self.master_addr) and backend != "ray"
+        return elsewhere and self.node_rank == 0 and bool(self.master_addr) and backend != "ray"
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
@@ -520,14 +552,16 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
                 f"{flag} is {size}, but --pipeline-tensor-sizes {parallel.pipeline_tensor_sizes} means {wanted}.",
                 fix="Leave one of them out.",
             )
-    _check_splits(parallel, widths)
-    _check_nodes(parallel)
-    check_replicas(parallel)
+    layout_rules.check_splits(parallel)
+    layout_rules.check_nodes(parallel)
+    layout_rules.check_replicas(parallel)
     for name in ("num_cpus_per_worker", "num_gpus_per_worker"):
         amount = getattr(parallel, name)
         if amount is not None and not 0 <= amount < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} is {amount:g}; it must be 0 or more.")
     backend = parallel.distributed_executor_backend
+    if backend == "inprocess" and parallel.nnodes > 1:
+        raise ConfigError("--distributed-executor-backend inprocess runs one rank here, not on other nodes.")
     if backend == "inprocess" and parallel.world_size > 1:
         raise ConfigError(
             f"--distributed-executor-backend inprocess runs one rank, but the layout has {parallel.world_size}.",
@@ -538,62 +572,6 @@ def _resolve_parallel(parallel: ParallelConfig) -> ParallelConfig:
         pipeline_parallel_size=len(widths),
         tensor_parallel_size=max(widths),
         pipeline_tensor_sizes=None if len(set(widths)) == 1 else parallel.pipeline_tensor_sizes,
-        distributed_executor_backend=backend or ("inprocess" if parallel.world_size == 1 else "mp"),
+        distributed_executor_backend=backend
+        or ("inprocess" if parallel.world_size == 1 and parallel.nnodes == 1 else "mp"),
     )
-
-
-def _check_splits(parallel: ParallelConfig, widths: tuple[int, ...]) -> None:
-    layers, weights = parallel.stage_layers, parallel.tensor_weights
-    if layers and len(layers) != len(widths):
-        raise ConfigError(
-            f"--pipeline-split {parallel.pipeline_split} names {len(layers)} stages, but there are {len(widths)}.",
-            fix=f"Set --pipeline-parallel-size {len(layers)}, or name {len(widths)} numbers.",
-        )
-    if weights and (len(weights) != len(widths) or any(len(w) != n for w, n in zip(weights, widths, strict=True))):
-        ranks = " and ".join(map(str, widths)) if len(set(widths)) > 1 else str(widths[0])
-        stages = f" in each of {len(widths)} stages" if len(widths) > 1 else ""
-        raise ConfigError(
-            f"--tensor-split {parallel.tensor_split} does not name a share for each of {ranks} tensor ranks{stages}.",
-            fix="Name one share a rank (stages apart with ;), or change --tensor-parallel-size.",
-        )
-
-
-def check_replicas(parallel: ParallelConfig) -> None:
-    """Raises ConfigError."""
-    size = parallel.data_parallel_size
-    if size < 1:
-        raise ConfigError(f"--data-parallel-size is {size}; it must be at least 1.")
-    if size > MAX_REPLICAS:
-        raise ConfigError(f"--data-parallel-size is {size}; at most {MAX_REPLICAS} replicas can share a machine.")
-    if size > 1 and (parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray"):
-        where = "several nodes" if parallel.nnodes > 1 else "Ray"
-        raise ConfigError(
-            f"--data-parallel-size is {size}, but replicas run on one machine in this version, not on {where}.",
-            fix="Leave out --data-parallel-size, or start one server on each machine.",
-        )
-
-
-def _check_nodes(parallel: ParallelConfig) -> None:
-    if parallel.nnodes < 1:
-        raise ConfigError(f"--nnodes is {parallel.nnodes}; it must be at least 1.")
-    if not 0 <= parallel.node_rank < parallel.nnodes:
-        raise ConfigError(
-            f"--node-rank is {parallel.node_rank}, but with --nnodes {parallel.nnodes} nodes are numbered from 0 to "
-            f"{parallel.nnodes - 1}."
-        )
-    if not 0 < parallel.master_port <= 65535:
-        raise ConfigError(f"--master-port is {parallel.master_port}; it must be between 1 and 65535.")
-    if parallel.nnodes > 1 and not parallel.master_addr and parallel.distributed_executor_backend != "ray":
-        raise ConfigError(
-            f"--nnodes is {parallel.nnodes}, but the nodes do not know where to meet, and no Ray cluster runs here.",
-            fix="Give every node the same --master-addr: an address of node 0 that all can reach.",
-        )
-    if parallel.nnodes > parallel.world_size:
-        raise ConfigError(
-            f"{parallel.nnodes} nodes cannot share {parallel.world_size} rank(s).",
-            fix="Set --tensor-parallel-size or --pipeline-parallel-size so that each node has a rank.",
-        )
-    if parallel.headless and parallel.node_rank == 0:
-        raise ConfigError(
-            "--headless is for nodes other than 0, which serves.", fix="Set --node-rank, or leave it out."
-        )

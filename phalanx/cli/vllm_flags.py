@@ -43,7 +43,6 @@ IGNORED: dict[str, tuple[bool, str]] = {
     "--runner": (True, "Phalanx generates text."),
     "--task": (True, "Phalanx generates text."),
     "--use-tqdm-on-load": (False, "progress is shown on a terminal."),
-    "--scheduling-policy": (True, "lower `priority` runs first, and equal ones in order of arrival."),
 }
 
 _ADAPTERS = "there are no LoRA adapters; merge the adapter into the weights first."

@@ -28,14 +28,17 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
-from phalanx.config import EngineConfig, check_replicas
+from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineClient, EngineInfo, EngineLost, EngineStatus
 from phalanx.engine.input_processor import InputProcessor, check_text
 from phalanx.engine.output_processor import OutputProcessor
 from phalanx.engine.request_stream import RequestStream
 from phalanx.engine.router import Router
+from phalanx.engine.routing import make_routing
+from phalanx.engine.scheduling import make_policy
 from phalanx.errors import ConfigError, Draining, EngineDead, Loading
 from phalanx.executor.base import LoadProgress
+from phalanx.layout_rules import check_replicas
 from phalanx.outputs import RequestOutput
 from phalanx.sampling_params import SamplingParams, StructuredOutputs
 
@@ -80,8 +83,8 @@ class AsyncEngine:
         """Resolved once `start` has returned."""
         self.checkpoint = checkpoint
         self._client = client
-        self._door: socket.socket | None = None
-        """Where other nodes call."""
+        self._doors: dict[int, socket.socket] = {}
+        """Where other nodes call, by the replica that they have ranks of."""
         self._given_tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="phalanx-text")
         self._streams: weakref.WeakSet[RequestStream] = weakref.WeakSet()
@@ -131,12 +134,14 @@ class AsyncEngine:
             if progress is not None:
                 loop.call_soon_threadsafe(progress, "download", done / total if total else 0.0)
 
-        if self.config.parallel.meets_nodes:
+        parallel = self.config.parallel
+        for number in filter(parallel.meets_nodes, range(parallel.data_parallel_size)):
             from phalanx.executor.interfaces import open_door
 
-            self._door = await self._in_thread(partial(open_door, self.config.parallel))
-        replicas = Replicas(self.config.parallel, progress=progress, door=self._door)
+            self._doors[number] = await self._in_thread(partial(open_door, parallel, number))
+        replicas = Replicas(parallel, progress=progress, doors=self._doors)
         scheduler = self.config.scheduler
+        make_policy(scheduler.scheduling_policy)  # the engines make their own: what is wrong is said before they start
         self._client = Router(
             replicas.first,
             make=replicas.makers,
@@ -144,6 +149,7 @@ class AsyncEngine:
             places=scheduler.max_num_queued_reqs + scheduler.max_num_seqs,
             at_once=scheduler.max_num_seqs,
             renewed=self._renewed,
+            routing=make_routing(parallel.routing_policy),
         )
         # First of all: importing torch there takes longer than everything here.
         replicas.spawn()
@@ -300,6 +306,11 @@ class AsyncEngine:
             return msgspec.structs.replace(status, state="draining")
         return status
 
+    @property
+    def phase(self) -> str:
+        """loading, ready, draining or closed: what this object does, not how its engines are (`status`)."""
+        return self._state
+
     async def lost(self) -> EngineLost:
         """Returns, with the reason, when the engine is lost for good: nothing was or will be recovered any more."""
         if self._client is None:
@@ -323,8 +334,8 @@ class AsyncEngine:
         await asyncio.gather(*(stream.aclose() for stream in list(self._streams)), return_exceptions=True)
         if self._client is not None:
             await self._client.close()
-        if self._door is not None:
-            self._door.close()
+        for door in self._doors.values():
+            door.close()
         if self._template is not None:
             self._template.close()
         if self._grammars is not None:

@@ -17,6 +17,7 @@ from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, request_error
 from phalanx.engine.replicas import Replicas
 from phalanx.engine.router import Router
+from phalanx.engine.routing import make_routing
 from phalanx.errors import PhalanxError, QueueFull
 
 _T = TypeVar("_T")
@@ -49,6 +50,7 @@ class BlockingRouter:
                 recovery=recovery,
                 places=self._places,
                 at_once=scheduler.max_num_seqs,
+                routing=make_routing(config.parallel.routing_policy),
             )
             replicas.spawn()
             return await self._router.start()

@@ -75,12 +75,16 @@ def open_engine(
     supervisor: SupervisorProcess | None = None,
     life: int = 1,
     door: socket.socket | None = None,
+    replica: int = 0,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model, in this process or in ranks of its own. `config` is resolved, `name` is what the model is called;
     a `supervisor` that is given is used for the ranks, and ended with them; `life` counts the processes in this one's
-    place; other nodes call at `door`, if it is open already. Raises UserError, WorkerDied."""
+    place; other nodes call at `door`, if it is open already; `replica` is which of several this is. Raises UserError,
+    WorkerDied."""
     begin = time.monotonic()
-    executor = make_executor(config, supervisor=supervisor, choose=splitter(config), door=door, life=life)
+    executor = make_executor(
+        config, supervisor=supervisor, choose=splitter(config), door=door, replica=replica, life=life
+    )
     try:
         layout = executor.start(config, progress)
         grammars = LazyGrammars(config, layout.vocab_size)
@@ -302,7 +306,15 @@ def _load(
 
     try:
         with Heartbeat(channel) as heartbeat:
-            engine, info = open_engine(start.config, start.name, progress, supervisor=supervisor, life=life, door=door)
+            engine, info = open_engine(
+                start.config,
+                start.name,
+                progress,
+                supervisor=supervisor,
+                life=life,
+                door=door,
+                replica=start.replica,
+            )
     except PhalanxError as error:
         log.debug("loading failed", exc_info=True)
         channel.send(load_failure(error))

@@ -38,6 +38,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     config: EngineConfig
     name: str
     """The model's name, for `EngineInfo.model`."""
+    replica: int = 0
+    """Which of several."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

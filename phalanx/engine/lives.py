@@ -126,6 +126,11 @@ class Lives:
         return not self._down and self.gone is None and self.client.status().state not in ("failed", "loading")
 
     @property
+    def ready(self) -> bool:
+        """Usable, and nothing is wrong with it."""
+        return not self._down and self.gone is None and self.client.status().state == "ready"
+
+    @property
     def comes_back(self) -> bool:
         """Not usable now, but it may be again."""
         return self.gone is None and not self.usable

@@ -119,16 +119,18 @@ class Replica:
         *,
         progress: LoadProgress | None = None,
         life: int = 1,
+        number: int = 0,
         door: socket.socket | None = None,
         cores: Sequence[int] = (),
         threads: int = 0,
     ):
-        """`life` counts the processes in this one's place. `door` is where other nodes call: it stays open here when
-        the process is lost. It runs on `cores` with `threads` threads; none, 0: as the system will."""
+        """`life` counts the processes in this one's place, `number` is which of several it is. `door` is where other
+        nodes call: it stays open here when the process is lost. It runs on `cores` with `threads` threads; none, 0: as
+        the system will."""
         self._progress = progress
         self._cores, self._threads = tuple(cores), threads
         self._door = door
-        self._life = life
+        self._life, self._number = life, number
         self._start: Start | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -181,7 +183,7 @@ class Replica:
 
     def configure(self, config: EngineConfig, name: str) -> None:
         """What to load: `config` as `resolution.for_engine` made it, and what the model is called."""
-        self._start = Start(config, name)
+        self._start = Start(config, name, self._number)
 
     async def start(self) -> EngineInfo:
         """Returns when the model is loaded. Raises UserError, EngineDead; then nothing is left running."""

@@ -1,15 +1,17 @@
 """`Replicas`: the engine processes behind one front end, and another in the place of one that is lost.
 
-They share this machine: each has cores of its own (none is pinned where a control group's quota counts cores, or when
-there are more replicas than cores), and as many threads. The front end is not pinned. What each may have of the memory
-is decided with the rest of the configuration (`planner.resolution`). Does not send requests.
+On one machine they share it: each has cores of its own (none is pinned where a control group's quota counts cores, or
+when there are more replicas than cores), and as many threads. The front end is not pinned. What each may have of the
+memory is decided with the rest of the configuration (`planner.resolution`). On several nodes, and on Ray, the engine
+processes are here all the same and each has its ranks elsewhere: only tokens and plans come here. Does not send
+requests.
 """
 
 from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from phalanx.config import EngineConfig, ParallelConfig
@@ -18,14 +20,19 @@ from phalanx.executor.base import LoadProgress
 
 
 class Replicas:
-    """`config` need not be resolved, but must have passed `config.check_replicas`."""
+    """`config` need not be resolved, but must have passed `layout_rules`. `doors` are where the nodes of each
+    replica call, by number, if they are open already."""
 
     def __init__(
-        self, config: ParallelConfig, *, progress: LoadProgress | None = None, door: socket.socket | None = None
+        self,
+        config: ParallelConfig,
+        *,
+        progress: LoadProgress | None = None,
+        doors: Mapping[int, socket.socket] | None = None,
     ):
-        self._ranks = config.forks_ranks
-        self._door = door
-        self._places = _places(config.data_parallel_size)
+        self._config = config
+        self._doors = doors or {}
+        self._places = _places(config.data_parallel_size, here=config.replicas_share_machine)
         self._lives = [itertools.count(2) for _ in self._places]
         self._prepared: tuple[EngineConfig, str] | None = None
         shared = SharedProgress(progress, len(self._places)) if progress is not None else None
@@ -34,12 +41,13 @@ class Replicas:
 
     def _new(self, number: int, progress: LoadProgress | None = None, life: int = 1) -> Replica:
         cores, threads = self._places[number]
-        return Replica(progress=progress, life=life, door=self._door, cores=cores, threads=threads)
+        door = self._doors.get(number)
+        return Replica(progress=progress, life=life, number=number, door=door, cores=cores, threads=threads)
 
     def spawn(self) -> None:
         """Start the processes."""
-        for replica in self.first:
-            replica.spawn(ranks=self._ranks)
+        for number, replica in enumerate(self.first):
+            replica.spawn(ranks=self._config.forks_ranks(number))
 
     def configure(self, config: EngineConfig, name: str) -> None:
         """As `Replica.configure`."""
@@ -56,14 +64,14 @@ class Replicas:
         replica = self._new(number, life=next(self._lives[number]))
         if self._prepared is not None:
             replica.configure(*self._prepared)
-        replica.spawn(ranks=self._ranks)
+        replica.spawn(ranks=self._config.forks_ranks(number))
         return replica
 
 
-def _places(count: int) -> list[tuple[tuple[int, ...], int]]:
+def _places(count: int, *, here: bool) -> list[tuple[tuple[int, ...], int]]:
     """Cores and threads of each; (), 0 leaves both to the system."""
-    if count == 1:
-        return [((), 0)]
+    if not here:
+        return [((), 0)] * count
     from phalanx.executor.multiprocess import place_ranks
 
     return place_ranks(count)

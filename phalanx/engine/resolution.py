@@ -64,6 +64,11 @@ def _with_ray(config: EngineConfig) -> EngineConfig:
     from phalanx.executor.ray_session import is_running
 
     parallel = config.parallel
+    if parallel.distributed_executor_backend == "ray" and parallel.data_parallel_size > 1 and not is_running():
+        raise ConfigError(
+            f"--data-parallel-size is {parallel.data_parallel_size}, and no Ray cluster runs here for the replicas.",
+            fix="Start one with `ray start --head` or set RAY_ADDRESS; on one machine leave Ray out.",
+        )
     if parallel.distributed_executor_backend or parallel.nnodes == 1 or parallel.master_addr or not is_running():
         return config
     return dataclasses.replace(config, parallel=dataclasses.replace(parallel, distributed_executor_backend="ray"))

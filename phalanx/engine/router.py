@@ -36,6 +36,7 @@ from phalanx.engine.client import (
 )
 from phalanx.engine.cursor import Cursor
 from phalanx.engine.lives import SUMMED, Lives, Unfinished, added
+from phalanx.engine.loads import Loads
 from phalanx.engine.poison import Quarantine, refusal
 from phalanx.engine.recovery import KEPT
 from phalanx.engine.relief import Move, Relief, Sight
@@ -48,8 +49,10 @@ _LAST_WORDS_S = 5.0
 """An engine that has called itself dead may still take so long to be gone."""
 _RETRY_AFTER_S = 10.0
 """While memory is missing, nobody knows for how long."""
+_PATIENCE_S = 1.0
+"""For an engine to have lost workers back; about what that takes on one machine."""
 _LOOK_S = 0.25
-"""Between two looks at who needs relief."""
+"""Between two looks at who is ready and who needs relief."""
 
 
 class _Engine:
@@ -64,6 +67,10 @@ class _Engine:
         self.made = self.prompts = self.pending = 0
         """Tokens of answers so far, tokens of prompts of requests that have one, and of those that have none yet."""
         self.relieved = 0
+        self.without_workers = 0
+        """Looks in a row."""
+        self.left_in = -1
+        """The last epoch in which requests left because its workers were lost."""
         self.given_up = False
 
 
@@ -103,8 +110,10 @@ class Router:
             )
             self._engines.append(engine)
         self._routing = routing or PrefixAffinity()
+        self._loads = Loads(len(clients))
+        """Of those engines that were ready at the last look, and so they are asked again before they get a request."""
         self._relief = Relief(len(clients)) if relieve and len(clients) > 1 else None
-        self._relieving: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._slowness = [1.0] * len(clients)
         self._renewed = renewed
         self._places = places
@@ -136,8 +145,9 @@ class Router:
             raise
         for engine, info in zip(self._engines, infos, strict=True):
             engine.pid = info.pid
-        if self._relief is not None:
-            self._relieving = asyncio.create_task(self._relieve(self._relief))
+            self._weigh(engine)
+        if len(self._engines) > 1:
+            self._looking = asyncio.create_task(self._look())
         return infos[0]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
@@ -197,9 +207,9 @@ class Router:
         rid, lives, client, members = request.request_id, engine.lives, engine.lives.client, engine.members
         prompt = len(request.prompt_token_ids) + len(request.output_token_ids)
         work = len(request.prompt_token_ids) + (request.sampling.max_tokens or 0)
-        engine.outstanding += work
         engine.pending += prompt
         members[rid] = cursor
+        self._burden(engine, work)
         try:
             stream = cast("AsyncGenerator[EngineOutput, None]", client.generate(request))
             async with aclosing(stream) as outputs:
@@ -212,7 +222,7 @@ class Router:
                     new = cursor.accept(msgspec.structs.replace(output, finish_reason=None) if leaves else output)
                     if output.token_ids:
                         done = min(work, len(output.token_ids) + prompt)
-                        engine.outstanding -= done
+                        self._burden(engine, -done)
                         work -= done
                         engine.made += len(output.token_ids)
                         engine.prompts += prompt
@@ -229,16 +239,44 @@ class Router:
             members = {}  # it stays a member until `_lost` has counted it
             raise
         finally:
-            engine.outstanding -= work
+            self._burden(engine, -work)
             engine.pending -= prompt
             if members.pop(rid, None) is not None and self._waiting:
                 self._wake()
 
     # Who goes where
 
+    def _burden(self, engine: _Engine, tokens: int) -> None:
+        """It has so many more to work on."""
+        engine.outstanding += tokens
+        if self._loads[engine.number] is not None:
+            self._loads.set(engine.number, engine.outstanding * self._slowness[engine.number])
+
+    def _weigh(self, engine: _Engine) -> None:
+        """Whether it can take requests, and what it has to do."""
+        load = engine.outstanding * self._slowness[engine.number]
+        self._loads.set(engine.number, load if engine.lives.ready else None)
+
     def _choose(self, cursor: Cursor, failed: set[EngineClient], full: dict[_Engine, EngineOutput]) -> _Engine | None:
-        """Where the request goes among those engines that may take it. Those that are not ready come last, and before
-        them those that it has left because they were slow."""
+        """Where the request goes. The routing's choice among all that are ready, if this request may go there: so it
+        is for nearly all, and it takes no longer when there are many engines."""
+        while self._loads.able > 1:
+            engine = self._engines[self._routed(cursor, self._loads)]
+            if not engine.lives.ready:
+                self._loads.set(engine.number, None)
+            elif engine in full or engine.lives.client in failed or engine.number in cursor.left:
+                break
+            elif self._admits(engine, cursor):
+                return engine
+            else:
+                break
+        return self._choose_among_all(cursor, failed, full)
+
+    def _choose_among_all(
+        self, cursor: Cursor, failed: set[EngineClient], full: dict[_Engine, EngineOutput]
+    ) -> _Engine | None:
+        """Among those engines that may take this request. Those that are not ready come last, and before them those
+        that it has left because they were slow."""
         able = [
             engine
             for engine in self._engines
@@ -258,7 +296,13 @@ class Router:
         loads: list[float | None] = [None] * len(self._engines)
         for engine in able:
             loads[engine.number] = engine.outstanding * self._slowness[engine.number]
-        return self._engines[self._routing.choose(cursor.request, loads)]
+        return self._engines[self._routed(cursor, Loads.of(loads))]
+
+    def _routed(self, cursor: Cursor, loads: Loads) -> int:
+        """The routing's choice, if it is one: a policy of somebody else's cannot send a request where none can go."""
+        chosen = self._routing.choose(cursor.request, loads)
+        able = 0 <= chosen < len(loads) and loads[chosen] is not None
+        return chosen if able else loads.least()
 
     def _admits(self, engine: _Engine, cursor: Cursor) -> bool:
         """While there are suspects, one engine is theirs, one at a time."""
@@ -334,22 +378,32 @@ class Router:
 
     # Slow engines
 
-    async def _relieve(self, relief: Relief) -> None:
-        """As long as there are engines."""
+    async def _look(self) -> None:
+        """Which engines are ready, and which are slow, as long as there are engines."""
         last, seen = time.monotonic(), [(0, 0)] * len(self._engines)
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
-            sights = []
+            move = None if self._relief is None else self._relief.look(self._sights(seen), now - last)
+            last = now
+            if self._relief is not None:
+                self._slowness = self._relief.slowness()
             for engine in self._engines:
-                made, prompts = engine.made, engine.prompts
-                before, seen[engine.number] = seen[engine.number], (made, prompts)
-                usable = engine.lives.usable and engine.lives.client.status().state == "ready"
-                sights.append(Sight(usable, len(engine.members), made - before[0], prompts - before[1], engine.pending))
-            move = relief.look(sights, now - last)
-            last, self._slowness = now, relief.slowness()
+                self._weigh(engine)
+            for engine in self._engines:
+                await self._leave_if_lost(engine)
             if move is not None and self._quarantine.alone is None:
                 await self._move(move)
+
+    def _sights(self, seen: list[tuple[int, int]]) -> list[Sight]:
+        """What has happened since `seen`, which is brought up to date."""
+        sights = []
+        for engine in self._engines:
+            made, prompts = engine.made, engine.prompts
+            before, seen[engine.number] = seen[engine.number], (made, prompts)
+            new, computed = made - before[0], prompts - before[1]
+            sights.append(Sight(engine.lives.ready, len(engine.members), new, computed, engine.pending))
+        return sights
 
     async def _move(self, move: Move) -> None:
         source = self._engines[move.source]
@@ -363,12 +417,40 @@ class Router:
             source.relieved += 1
             await source.lives.client.abort(cursor.request_id)
 
+    async def _leave_if_lost(self, engine: _Engine) -> None:
+        """When an engine has lost its workers and not got them back at once, its requests go on elsewhere: what they
+        had must be computed again anyway."""
+        recovery = None if self._loads[engine.number] is not None else engine.lives.client.status().recovery
+        if recovery is None:
+            engine.without_workers = 0
+            return
+        engine.without_workers += 1
+        soon = recovery.plan != "wait" and engine.without_workers * _LOOK_S < _PATIENCE_S
+        if soon or not engine.members or not self._loads.able:
+            return
+        able = [c for c in engine.members.values() if c.accepted and not (c.finished or c.leaving or c.aborted)]
+        if able and engine.left_in != recovery.epoch:  # it may be one of them that ends workers wherever it runs
+            engine.left_in = recovery.epoch
+            self._refuse(self._quarantine.lost([cursor.request_id for cursor in able[: self._at_once]]))
+            self._cell = self._engines[self._loads.least()]
+            log.warning("Engine %d has lost workers; %d requests go on elsewhere.", engine.number, len(able))
+        for cursor in able:
+            cursor.leaving = True
+            engine.relieved += 1
+            await engine.lives.client.abort(cursor.request_id)
+
     # What happens to requests
+
+    def _refuse(self, request_ids: list[str]) -> None:
+        for rid in request_ids:
+            log.error("Request %s is refused: an engine was lost each time it ran, at last while it ran alone.", rid)
+            self._refused.add(rid)
 
     def _renew(self, engine: _Engine, info: EngineInfo) -> None:
         engine.pid = info.pid
         if self._relief is not None:
             self._relief.forget(engine.number)
+        self._weigh(engine)
         if engine.number == 0:
             self._renewed(info)
 
@@ -377,6 +459,7 @@ class Router:
         if gone is not None and not engine.given_up and len(self._engines) > 1:
             engine.given_up = True
             log.error("Engine %d is given up, the others go on: %s", engine.number, gone.message)
+        self._weigh(engine)
         self._wake()
 
     def _made(self, request_id: str, tokens: int, lives: Lives | None) -> None:
@@ -400,9 +483,7 @@ class Router:
         unfinished = [cursor for rid, cursor in members.items() if self._cursors.get(rid) is cursor]
         # More cannot have been at work; they are served in order.
         refused = self._quarantine.lost([cursor.request_id for cursor in unfinished[: self._at_once]])
-        for rid in refused:
-            log.error("Request %s is refused: an engine was lost each time it ran, at last while it ran alone.", rid)
-            self._refused.add(rid)
+        self._refuse(refused)
         if self._quarantine.alone is not None:
             self._cell = engine
         going_on = [cursor for cursor in unfinished if cursor.request_id not in self._refused]
@@ -465,9 +546,9 @@ class Router:
         return all(await asyncio.gather(*(engine.lives.drain(timeout) for engine in self._engines)))
 
     async def close(self) -> None:
-        if self._relieving is not None:
-            self._relieving.cancel()
-            await asyncio.gather(self._relieving, return_exceptions=True)
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
         await asyncio.gather(*(engine.lives.close() for engine in self._engines))
         self._wake()
 

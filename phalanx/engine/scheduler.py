@@ -34,6 +34,7 @@ from phalanx.engine.kv_blocks import BlockPool, extend_hashes
 from phalanx.engine.plan_draft import MAX_ROW_TOKENS, PlanDraft
 from phalanx.engine.queue import WaitingQueue
 from phalanx.engine.request import Request, error_output
+from phalanx.engine.scheduling import make_policy
 from phalanx.errors import InvalidRequest, PhalanxError, Recovering
 from phalanx.executor.base import CacheLayout, WorkerDied
 from phalanx.step import PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs, unpack
@@ -81,7 +82,7 @@ class Scheduler:
         self.counters = Counters()
         self.requests: dict[str, Request] = {}
         """Everyone waiting or running."""
-        self.queue = WaitingQueue(config.max_num_queued_reqs)
+        self.queue = WaitingQueue(config.max_num_queued_reqs, make_policy(config.scheduling_policy))
         self.running: list[Request] = []
         """In order of (priority, arrival)."""
         self.parked: dict[str, Request] = {}

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Collection
 from typing import Protocol
 
+from phalanx import plug_ins
 from phalanx.engine.request import Request
 
 PROMPT_TOKEN, OUTPUT_TOKEN = 1, 2
@@ -95,3 +96,13 @@ class FairShare(FirstCome):
 
     def made(self, request: Request) -> None:
         self._charged[request.given.owner] += OUTPUT_TOKEN
+
+
+_OWN = {"fair": FairShare, "fcfs": FirstCome, "priority": FirstCome}
+_METHODS = ("line", "place", "rank", "joins", "admitted", "made")
+
+
+def make_policy(name: str) -> SchedulingPolicy:
+    """What `--scheduling-policy` means. Raises ConfigError."""
+    policy: SchedulingPolicy = plug_ins.make(plug_ins.SCHEDULING, "--scheduling-policy", name, _OWN, _METHODS)
+    return policy

@@ -21,15 +21,16 @@ def make_executor(
     supervisor: SupervisorProcess | None = None,
     choose: Choose | None = None,
     door: socket.socket | None = None,
+    replica: int = 0,
     life: int = 1,
 ) -> Executor:
     """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none.
     `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. Other nodes
-    call at `door`, if it is open already; in a later `life` nodes that do not come back are done without. Raises
-    ConfigError for a layout that the model cannot be cut into, before any rank starts, and CheckpointError when the
-    model cannot be read."""
+    call at `door`, if it is open already, for `replica`; in a later `life` those that do not come back are done
+    without. Raises ConfigError for a layout that the model cannot be cut into, before any rank starts, and
+    CheckpointError when the model cannot be read."""
     parallel = config.parallel
-    if supervisor is not None and not parallel.forks_ranks:
+    if supervisor is not None and not parallel.forks_ranks(replica):
         supervisor.close()
         supervisor = None
     backend = parallel.distributed_executor_backend
@@ -47,10 +48,10 @@ def make_executor(
         from phalanx.executor.ray import ray_executor
 
         return ray_executor(config, layout, choose=choose, patience=patience)
-    if parallel.nnodes > 1:
+    if parallel.nodes_of(replica) != range(1):
         from phalanx.executor.nodes import nodes_executor
 
-        return nodes_executor(config, layout, choose=choose, door=door, patience=patience)
+        return nodes_executor(config, layout, choose=choose, door=door, replica=replica, patience=patience)
     return multiprocess_executor(layout, device=config.model.device, supervisor=supervisor, choose=choose)
 
 

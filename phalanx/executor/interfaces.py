@@ -84,12 +84,12 @@ def checked(address: str, origin: str) -> str:
     return str(plain)
 
 
-def open_door(parallel: ParallelConfig) -> socket.socket:
-    """Where the other nodes call, on node 0. Who opens it keeps it open over several engines, so that nodes can call
-    while there is none. Raises ConfigError."""
+def open_door(parallel: ParallelConfig, replica: int = 0) -> socket.socket:
+    """Where the other nodes of that replica call, on node 0. Who opens it keeps it open over several engines, so that
+    nodes can call while there is none. Raises ConfigError."""
     override = env.host_ip()
     host = address_of_node_0(parallel.master_addr or "", override)
-    return listen(host, parallel.master_port, "PHALANX_HOST_IP" if override else "--master-addr")
+    return listen(host, parallel.port_of(replica), "PHALANX_HOST_IP" if override else "--master-addr")
 
 
 def listen(host: str, port: int, origin: str) -> socket.socket:

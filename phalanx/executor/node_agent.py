@@ -98,9 +98,9 @@ class NodeAgent:
         self._limit, self._report = limit, report
         parallel = config.parallel
         self._node, self._nnodes = parallel.node_rank, parallel.nnodes
-        self._master = (parallel.master_addr or "", parallel.master_port)
+        self._master = (parallel.master_addr or "", parallel.port_of(parallel.replica_here))
         self._at = shown(*self._master)
-        self._secret = root_secret(parallel.transport_key, parallel.master_port)
+        self._secret = root_secret(parallel.transport_key, self._master[1])
         self._session_key = b""
         self._encrypt = parallel.encrypt_transport
         self._never = Abort()

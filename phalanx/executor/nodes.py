@@ -81,14 +81,14 @@ class NodesLauncher:
 
     def __init__(
         self, config: EngineConfig, layout: Layout, *,
-        door: socket.socket | None = None, patience: float | None = None,
+        door: socket.socket | None = None, replica: int = 0, patience: float | None = None,
         limit: float = JOIN_LIMIT_S, report: float = REPORT_S,
     ):  # fmt: skip
-        """`door` as `interfaces.open_door` makes it, here or in another process. After `patience` seconds it goes on
-        with the nodes that are there, and the seats of the others are not available; None waits for all of them.
-        Raises ConfigError for an address or a port that cannot be used."""
+        """For one `replica`, whose ranks may all be on other nodes. `door` as `interfaces.open_door` makes it. After
+        `patience` seconds it goes on with the nodes that are there, and the seats of the others are not available;
+        None waits for all. Raises ConfigError for an address or a port that cannot be used."""
         parallel = config.parallel
-        self._door = door or open_door(parallel)
+        self._door = door or open_door(parallel, replica)
         self._door.setblocking(False)
         self._bell = os.eventfd(0, os.EFD_CLOEXEC)
         """Rung when this is closed."""
@@ -98,11 +98,14 @@ class NodesLauncher:
         self._config, self._layout, self._limit, self._report = config, layout, limit, report
         self._patience = patience
         self._nnodes, self._encrypt = parallel.nnodes, parallel.encrypt_transport
+        self._own, port = parallel.nodes_of(replica), parallel.port_of(replica)
+        """Nodes that have ranks, or will."""
+        self._wanted = [number for number in self._own if number]
         self._session = secrets.token_bytes(32)
-        secret = root_secret(parallel.transport_key, parallel.master_port)
+        secret = root_secret(parallel.transport_key, port)
         self._join_key = derive(secret, "join")
         self._session_key = derive(secret, "session", self._session)
-        self._at = shown(self._host, parallel.master_port)
+        self._at = shown(self._host, port)
         self._name, self._versions = platform.node(), versions()
         self._never = Abort()
         self._changed = threading.Condition()
@@ -142,7 +145,8 @@ class NodesLauncher:
         """As in `hub.Launcher`. Gathers the nodes."""
         if not self._counts:
             try:
-                self._supervisor.start()  # it imports what ranks need while we wait
+                if 0 in self._own:
+                    self._supervisor.start()  # it imports what ranks need while we wait
                 self.gather()
             except BaseException:
                 self.close()
@@ -254,33 +258,39 @@ class NodesLauncher:
                 node.say(Refused(error.message, error.fix))
             raise
         groups = self._layout.mesh.widths * (self._layout.mesh.dp * self._layout.mesh.cp)
-        cores = {0: _cores(), **{number: node.hello.cores for number, node in self._nodes.items()}}
+        cores = {number: node.hello.cores for number, node in self._nodes.items()}
+        if 0 in self._own:
+            cores[0] = _cores()
         # Nodes that are not here have their seats too: these are free to use when they come.
-        counts = deal(groups, [cores.get(number, min(cores.values())) for number in range(self._nnodes)])
+        dealt = dict(zip(self._own, deal(groups, [cores.get(n, min(cores.values())) for n in self._own]), strict=True))
+        counts = tuple(dealt.get(number, 0) for number in range(self._nnodes))
         for first, last in crossing(groups, counts):
             log.warning(
                 "Ranks %d to %d share every layer across nodes: each token waits for the network twice a layer. "
                 "With a tensor group inside each node and --pipeline-parallel-size %d it would wait once a stage.",
-                first, last, self._nnodes,
+                first, last, len(self._own),
             )  # fmt: skip
-        self._local = SupervisorLauncher(counts[0], self._config.model.device, supervisor=self._supervisor)
+        if 0 in self._own:
+            self._local = SupervisorLauncher(counts[0], self._config.model.device, supervisor=self._supervisor)
         self._counts = counts
         shares = [
             f"{_ranks(self._seats_of(number).start, counts[number])} on {name}"
             for number, name in ((0, "node 0"), *((node.hello.node, node.shown) for node in self._in_order()))
+            if number in cores
         ]
-        log.info("%d of %d nodes are here and reach each other: %s.", len(cores), self._nnodes, ", ".join(shares))
+        log.info("%d of %d nodes are here and reach each other: %s.", len(cores), len(self._own), ", ".join(shares))
 
     def _await_nodes(self) -> None:
         begin = said = time.monotonic()
         while True:
             with self._changed:
-                missing = [n for n in range(1, self._nnodes) if n not in self._nodes]
+                missing = [n for n in self._wanted if n not in self._nodes]
                 if not missing:
                     return
                 self._changed.wait(0.25)
                 now = time.monotonic()
-                if self._patience is not None and now - begin > self._patience:
+                some = 0 in self._own or bool(self._nodes)
+                if some and self._patience is not None and now - begin > self._patience:
                     log.warning("Going on without %s of %d.", _numbers(missing), self._nnodes)
                     self._complete = True
                     return
@@ -438,7 +448,7 @@ class NodesLauncher:
                     why = self._lost_with_ranks(before)
                     node.processes = {rank: RankProcess(p.life, p.cause or why) for rank, p in before.processes.items()}
                 self._nodes[hello.node] = node
-                self._complete = self._complete or len(self._nodes) == self._nnodes - 1
+                self._complete = self._complete or len(self._nodes) == len(self._wanted)
                 self._changed.notify_all()
         if refusal is not None:
             self._refuse(f"{node.shown}: {refusal.message}")
@@ -460,6 +470,8 @@ class NodesLauncher:
                 fix=f"Number the other nodes from 1 to {self._nnodes - 1}. A machine beyond these is not used; to "
                 "stand in for a node that is lost, it needs that node's --node-rank.",
             )
+        if hello.node not in self._wanted:
+            return ConfigError(f"Node {hello.node} belongs to another replica.", fix="Give all nodes the same -dp.")
         other = self._nodes.get(hello.node)
         if other is not None and other.lost is None:
             return ConfigError(
@@ -559,11 +571,10 @@ class NodesLauncher:
 
 def nodes_executor(
     config: EngineConfig, layout: Layout, *,
-    choose: Choose | None = None, door: socket.socket | None = None, patience: float | None = None,
+    choose: Choose | None = None, door: socket.socket | None = None, replica: int = 0, patience: float | None = None,
 ) -> HubExecutor:  # fmt: skip
-    """For node 0 of several; `door` and `patience` as for its launcher. Raises ConfigError for an address or a port
-    that cannot be used."""
-    launcher = NodesLauncher(config, layout, door=door, patience=patience)
+    """For node 0 of several, as its launcher. Raises ConfigError for an address or a port that cannot be used."""
+    launcher = NodesLauncher(config, layout, door=door, replica=replica, patience=patience)
     executor = HubExecutor(
         launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key, choose=choose
     )

@@ -45,7 +45,7 @@ def with_layout(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
     whose devices are known (a single rank says so itself).
     """
     parallel, devices = config.parallel, _declared(config)
-    replicas = parallel.data_parallel_size
+    replicas = _sharing(parallel)
     if parallel.world_size == 1 and len(devices) < 2 and replicas == 1:
         return config
     known = devices or _of_this_machine(config)
@@ -58,6 +58,11 @@ def with_layout(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
         each = max(min(rank.kv_budget for rank in ranks), *(plan.budget.kv_bytes(rank) for rank in ranks))
         cache = dataclasses.replace(cache, kv_cache_memory_bytes=each)
     return dataclasses.replace(config, cache=cache, parallel=_written_out(parallel, plan))
+
+
+def _sharing(parallel: ParallelConfig) -> int:
+    """Replicas that share this machine's memory."""
+    return parallel.data_parallel_size if parallel.replicas_share_machine else 1
 
 
 def _check_fits(plan: Plan, devices: tuple[Device, ...], replicas: int) -> None:
@@ -92,7 +97,7 @@ def dry_run(config: EngineConfig, name: str, model_config: dict[str, object]) ->
             "What devices the ranks would have is not known.", fix="Describe them: --declare-device name=a10,memory=24G"
         )
     plan, others = _decide(config, spec, known)
-    _check_fits(plan, known, config.parallel.data_parallel_size)
+    _check_fits(plan, known, _sharing(config.parallel))
     lines = report.plan_lines(name, plan, others[:_SHOWN], unused=len(known) - len(plan.devices))
     replicas = config.parallel.data_parallel_size
     if replicas > 1:

@@ -108,7 +108,7 @@ def _guards(state: ServerState) -> list[Middleware]:
         Middleware(RequestBoundary, state.metrics, server.access_log),
         Middleware(KeyGuard, keys),
         Middleware(BrowserGuard, hosts, server.allowed_origins),
-        Middleware(Admission, state.phase, limits.max_concurrent_requests),
+        Middleware(Admission, state.admission, limits.max_concurrent_requests),
     ]
 
 

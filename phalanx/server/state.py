@@ -61,6 +61,13 @@ class ServerState:
         state = (status or self.engine.status()).state
         return "loading" if state == "ready" and self.engine.chat_template is None else state
 
+    def admission(self) -> str:
+        """As far as it matters to a request that comes in: loading, draining, or anything else. Costs nothing, however
+        many engines there are."""
+        if self.draining:
+            return "draining"
+        return self.engine.phase if self.engine.chat_template is not None else "loading"
+
     def snapshot(self) -> EngineSnapshot:
         status = self.status()
         return EngineSnapshot(

@@ -1,11 +1,14 @@
 import asyncio
+import time
+from contextlib import aclosing
 
+import msgspec
 import pytest
 
 from phalanx.config import RecoveryConfig
 from phalanx.engine import recovery as recovery_module
 from phalanx.engine import router as router_module
-from phalanx.engine.client import EngineLost, EngineOutput, request_error
+from phalanx.engine.client import EngineLost, EngineOutput, Recovery, request_error
 from phalanx.engine.cursor import Cursor
 from phalanx.engine.echo import EchoEngine
 from phalanx.engine.router import Router
@@ -486,3 +489,125 @@ async def test_a_suspect_whose_engine_is_gone_for_good_is_tried_in_another(quick
     good = [asyncio.create_task(collect(router.generate(engine_request(f"r{i}", max_tokens=60)))) for i in range(4)]
     assert tokens_of(await asyncio.wait_for(bad, 5)) == [1, 666, 1]  # the third engine survives it
     assert [tokens_of(await each) for each in good] == [[1, 2, 3] * 20] * 4
+
+
+# Engines that have lost their workers
+
+
+class Workers(EchoEngine):
+    """Can lose its workers in mid-answer: it says so, and nothing comes any more until they are back."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.back = asyncio.Event()
+        self.back.set()
+        self.recovery: Recovery | None = None
+        self.epoch = 0
+        self.aborted: set[str] = set()
+
+    def lose(self, plan: str) -> None:
+        self.back.clear()
+        self.epoch += 1
+        self.recovery = Recovery(self.epoch, 0, "n", "killed", "it was killed", time.time(), plan)
+
+    async def generate(self, request):
+        self.aborted.discard(request.request_id)
+        async with aclosing(super().generate(request)) as outputs:
+            async for output in outputs:
+                await self.stuck(request.request_id)
+                yield output
+
+    async def stuck(self, request_id):
+        while not self.back.is_set() and request_id not in self.aborted:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+    async def abort(self, request_id):
+        self.aborted.add(request_id)
+        await super().abort(request_id)
+
+    def status(self):
+        status = super().status()
+        if self.recovery is None:
+            return status
+        return msgspec.structs.replace(status, state="recovering", recovery=self.recovery)
+
+
+async def by_itself(*engines: EchoEngine) -> Router:
+    """Without relief, which would help as well, later."""
+    router = Router(engines, relieve=False)
+    await router.start()
+    return router
+
+
+@pytest.mark.parametrize(
+    ("plan", "patience", "leaves"), [("wait", 9.0, True), ("restart", 0.1, True), ("restart", 9.0, False)]
+)
+async def test_requests_leave_an_engine_that_does_not_get_its_workers_back(monkeypatch, plan, patience, leaves):
+    monkeypatch.setattr(router_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(router_module, "_PATIENCE_S", patience)
+    first, second = Workers(delay=0.002), Workers(delay=0.002)
+    router = await by_itself(first, second)
+    running = [asyncio.create_task(collect(router.generate(engine_request(f"r{i}", max_tokens=60)))) for i in range(4)]
+    await until(lambda: second.status().computed_tokens >= 20)
+    second.lose(plan)
+    if leaves:
+        for task in running:
+            assert tokens_of(await asyncio.wait_for(task, 5)) == [1, 2, 3] * 20
+        assert router.status().engines[1].relieved == 2
+        resumed = [request for request in first.requests if request.output_token_ids]
+        assert len(resumed) == 2
+    else:
+        await asyncio.sleep(0.3)
+        assert router.status().engines[1].relieved == 0
+        second.recovery = None
+        second.back.set()
+        for task in running:
+            assert tokens_of(await asyncio.wait_for(task, 5)) == [1, 2, 3] * 20
+    await router.close()
+
+
+async def test_nobody_leaves_while_no_other_engine_is_ready(monkeypatch):
+    monkeypatch.setattr(router_module, "_LOOK_S", 0.01)
+    first, second = Workers(delay=0.002), Workers(delay=0.002)
+    router = await by_itself(first, second)
+    running = [asyncio.create_task(collect(router.generate(engine_request(f"r{i}", max_tokens=60)))) for i in range(4)]
+    await until(lambda: second.status().computed_tokens >= 20)
+    first.lose("wait"), second.lose("wait")
+    await asyncio.sleep(0.2)
+    assert [each.relieved for each in router.status().engines] == [0, 0]
+    for engine in (first, second):
+        engine.recovery = None
+        engine.back.set()
+    for task in running:
+        assert tokens_of(await asyncio.wait_for(task, 5)) == [1, 2, 3] * 20
+    await router.close()
+
+
+async def test_who_ends_workers_wherever_it_runs_is_tried_alone_and_refused(monkeypatch):
+    """Each engine waits for its workers after it; the others' requests go on to the end."""
+    monkeypatch.setattr(router_module, "_LOOK_S", 0.01)
+
+    class Killed(Workers):
+        async def generate(self, request):
+            async with aclosing(super().generate(request)) as outputs:
+                async for output in outputs:
+                    if request.request_id == "poison" and output.token_ids:
+                        while request.request_id not in self.aborted:
+                            self.lose("wait")
+                            asyncio.get_running_loop().call_later(0.3, self.recover)
+                            await self.stuck(request.request_id)
+                        output = EngineOutput(request.request_id, output.start, finish_reason="abort")
+                    yield output
+
+        def recover(self):
+            self.recovery = None
+            self.back.set()
+
+    engines = [Killed(delay=0.002) for _ in range(3)]
+    router = await by_itself(*engines)
+    good = [asyncio.create_task(collect(router.generate(engine_request(f"r{i}", max_tokens=60)))) for i in range(6)]
+    outputs = await asyncio.wait_for(collect(router.generate(engine_request("poison", max_tokens=60))), 20)
+    assert outputs[-1].error.code == "poison_request"
+    for task in good:
+        assert tokens_of(await asyncio.wait_for(task, 20)) == [1, 2, 3] * 20
+    await router.close()

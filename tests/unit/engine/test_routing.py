@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.engine import routing
 from phalanx.engine.client import EngineRequest
+from phalanx.engine.loads import Loads
 from phalanx.engine.routing import BLOCK, FACTOR, LeastWork, PrefixAffinity, Routing
 from phalanx.sampling_params import SamplingParams
 
@@ -33,7 +34,7 @@ asked = st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(0, 2), st.s
 def test_only_able_engines_and_none_that_is_overloaded(history, entries) -> None:
     policy = PrefixAffinity(entries=entries)
     for (kind, blocks, rest, salt), load in history:
-        chosen = policy.choose(request(prompt(kind, blocks, rest), salt), load)
+        chosen = policy.choose(request(prompt(kind, blocks, rest), salt), Loads.of(load))
         least = min(each for each in load if each is not None)
         assert load[chosen] is not None
         assert load[chosen] <= FACTOR * least + BLOCK * blocks
@@ -45,58 +46,59 @@ def test_what_is_known_is_gone_back_to_and_what_is_not_goes_to_the_least_busy(hi
     policy = PrefixAffinity()
     seen = {(kind_, salt) for kind_, blocks_, _, salt in history if blocks_}
     for kind_, blocks_, rest, salt in history:
-        policy.choose(request(prompt(kind_, blocks_, rest), salt), [0, 5000, 5000])
-    chosen = policy.choose(request(prompt(kind, blocks)), [10, 9, 11])
+        policy.choose(request(prompt(kind_, blocks_, rest), salt), Loads.of([0, 5000, 5000]))
+    chosen = policy.choose(request(prompt(kind, blocks)), Loads.of([10, 9, 11]))
     assert chosen == (0 if (kind, "") in seen else 1)
 
 
 def test_the_longest_beginning_counts() -> None:
     policy = PrefixAffinity()
-    policy.choose(request([1] * 64), [0, 900])
-    policy.choose(request([1] * 64 + [2] * 640), [900, 0])
-    assert policy.choose(request([1] * 64 + [2] * 640 + [3] * 9), [0, 0]) == 1
-    assert policy.choose(request([1] * 64 + [4] * 640), [0, 9]) == 0  # both know that much
+    policy.choose(request([1] * 64), Loads.of([0, 900]))
+    policy.choose(request([1] * 64 + [2] * 640), Loads.of([900, 0]))
+    assert policy.choose(request([1] * 64 + [2] * 640 + [3] * 9), Loads.of([0, 0])) == 1
+    assert policy.choose(request([1] * 64 + [4] * 640), Loads.of([0, 9])) == 0  # both know that much
 
 
 def test_an_overloaded_engine_is_passed_over_for_one_that_knows_less() -> None:
     policy = PrefixAffinity()
     long = [1] * 320
-    policy.choose(request(long[:64]), [900, 0, 0])
-    policy.choose(request(long), [900, 900, 0])
-    assert policy.choose(request(long), [0, 0, 256]) == 2
-    assert policy.choose(request(long), [0, 0, 257]) == 1
+    policy.choose(request(long[:64]), Loads.of([900, 0, 0]))
+    policy.choose(request(long), Loads.of([900, 900, 0]))
+    assert policy.choose(request(long), Loads.of([0, 0, 256])) == 2
+    assert policy.choose(request(long), Loads.of([0, 0, 257])) == 1
     policy = PrefixAffinity()
-    policy.choose(request(long[:64]), [900, 0, 0])
-    policy.choose(request(long), [900, 900, 0])
-    assert policy.choose(request(long), [1000, 1000, 1250 + 256]) == 2
+    policy.choose(request(long[:64]), Loads.of([900, 0, 0]))
+    policy.choose(request(long), Loads.of([900, 900, 0]))
+    assert policy.choose(request(long), Loads.of([1000, 1000, 1250 + 256])) == 2
     policy.forget(0)
-    assert policy.choose(request(long), [1, 0, 321]) == 1
-    assert PrefixAffinity(factor=1.0).choose(request(long), [5, 4, 6]) == 1
+    assert policy.choose(request(long), Loads.of([1, 0, 321])) == 1
+    assert PrefixAffinity(factor=1.0).choose(request(long), Loads.of([5, 4, 6])) == 1
 
 
 def test_salts_are_kept_apart() -> None:
     policy = PrefixAffinity()
-    policy.choose(request([1] * 320, "mine"), [9, 0])
-    assert policy.choose(request([1] * 320, "yours"), [0, 1]) == 0
-    assert policy.choose(request([1] * 320, "mine"), [0, 1]) == 1
+    policy.choose(request([1] * 320, "mine"), Loads.of([9, 0]))
+    assert policy.choose(request([1] * 320, "yours"), Loads.of([0, 1])) == 0
+    assert policy.choose(request([1] * 320, "mine"), Loads.of([0, 1])) == 1
 
 
 def test_a_lost_engine_is_forgotten_and_old_beginnings_make_room() -> None:
     policy = PrefixAffinity(entries=20)
-    policy.choose(request([1] * 64), [9, 0])
+    policy.choose(request([1] * 64), Loads.of([9, 0]))
     policy.forget(1)
-    assert len(policy) == 0
-    policy.choose(request([1] * 64), [9, 0])
+    assert policy.choose(request([1] * 64), Loads.of([9, 10])) == 0
+    policy.forget(0)
+    policy.choose(request([1] * 64), Loads.of([9, 0]))
     for number in range(2, 10):
-        policy.choose(request([number] * 64), [0, 9])
+        policy.choose(request([number] * 64), Loads.of([0, 9]))
     assert len(policy) == 20
-    assert policy.choose(request([1] * 64), [0, 1]) == 0
+    assert policy.choose(request([1] * 64), Loads.of([0, 1])) == 0
 
 
 def test_it_costs_little() -> None:
     """At 32 blocks, some 6 microseconds; a machine that others use may take several times as long."""
     policy, requests = PrefixAffinity(), [request([n % 50] * 300 + list(range(n, n + 212))) for n in range(200)]
-    load: list[float | None] = [10.0, 20.0]
+    load = Loads.of([10.0, 20.0])
 
     def once() -> float:
         begin = time.process_time()
@@ -142,7 +144,7 @@ class AtRandom:
     def __init__(self, seed: int):
         self._random = random.Random(seed)
 
-    def choose(self, request: EngineRequest, loads: list[float | None]) -> int:
+    def choose(self, request: EngineRequest, loads: Loads) -> int:
         return self._random.randrange(len(loads))
 
     def forget(self, engine: int) -> None: ...
@@ -153,7 +155,7 @@ def simulate(policy: Routing, speed: int, engines: int = 4) -> tuple[float, floa
     engine between two requests: hit rate, most work done by an
     engine over the mean, and tokens of work that wait at the busiest engine, in the mean over time."""
     draw = random.Random(5)
-    fleet = [Engine(700) for _ in range(engines)]
+    fleet, loads = [Engine(700) for _ in range(engines)], Loads(engines)
     systems = [[1000 * (s + 1) + draw.randrange(900) for _ in range(200)] for s in range(8)]
     left = [[12, list(systems[draw.randrange(8)])] for _ in range(400)]
     open_, hits, total, waiting = [left.pop() for _ in range(60)], 0, 0, []
@@ -161,7 +163,9 @@ def simulate(policy: Routing, speed: int, engines: int = 4) -> tuple[float, floa
         talk = open_[draw.randrange(len(open_))]
         talk[1] += [draw.randrange(30_000) for _ in range(draw.randrange(10, 60))]
         asked = request(list(talk[1]))
-        number = policy.choose(asked, [engine.work for engine in fleet])
+        for number, engine in enumerate(fleet):
+            loads.set(number, engine.work)
+        number = policy.choose(asked, loads)
         found, all_ = fleet[number].serve(asked)
         hits, total = hits + found, total + all_
         talk[1] += [draw.randrange(30_000) for _ in range(16)]
@@ -190,6 +194,6 @@ def test_more_hits_than_others_and_no_worse_balance() -> None:
 def test_the_table_is_bounded_whatever_comes() -> None:
     policy = PrefixAffinity(entries=1000)
     for number in range(300):
-        policy.choose(request([number] * 20_000), [0.0, 1.0])
+        policy.choose(request([number] * 20_000), Loads.of([0.0, 1.0]))
     assert len(policy) == 1000
     assert len(routing._hashes([1] * 1_000_000, "")) == len(routing._BLOCKS) < 20
