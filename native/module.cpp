@@ -8,6 +8,7 @@ void bind_attention(nb::module_& m);
 void bind_block_matmul(nb::module_& m);
 void bind_matmul(nb::module_& m);
 void bind_pointwise(nb::module_& m);
+void bind_request_rows(nb::module_& m);
 void bind_sampling(nb::module_& m);
 
 NB_MODULE(_native, m) {
@@ -26,6 +27,7 @@ NB_MODULE(_native, m) {
   bind_block_matmul(m);
   bind_matmul(m);
   bind_pointwise(m);
+  bind_request_rows(m);
   bind_sampling(m);
 }
 

@@ -67,9 +67,11 @@ class ModelRunner:
         for row, message in sampled.failures.items():
             slot = int(rows.slots[drawn[row]])
             failures[slot] = RowFailure(slot, message, asked_for=message == NO_CANDIDATE)
-        slots = rows.slots[drawn]
-        good = np.array([slot not in failures for slot in slots.tolist()], np.bool_)
-        tokens = np.where(good, sampled.tokens, NO_TOKEN).astype(np.int32) if len(slots) else sampled.tokens
+        slots, tokens = rows.slots[drawn], sampled.tokens
+        good = np.ones(len(slots), np.bool_)
+        if failures:
+            good[:] = [slot not in failures for slot in slots.tolist()]
+            tokens = np.where(good, tokens, np.int32(NO_TOKEN))
         self.table.keep_sampled(slots, tokens)
         compute_s = time.perf_counter() - began
         self.worked_s = compute_s - self._waited_s
@@ -112,21 +114,23 @@ class ModelRunner:
         masks: tuple[NDArray[np.int64], NDArray[np.int32]],
     ) -> Sampled:
         """Draw for the rows `drawn` (indices into `rows`)."""
-        hidden = hidden[self._tensor(ends[drawn] - 1)]
+        if len(drawn) < len(hidden):
+            hidden = hidden[self._tensor(ends[drawn] - 1)]
         slots = rows.slots[drawn]
-        mask_rows, words = masks
-        # The plan counts its own rows; some may have failed, and masked rows may not sample in this step.
-        at = {int(index): i for i, index in enumerate(rows.index[drawn].tolist())}
-        kept = [i for i, index in enumerate(mask_rows.tolist()) if index in at]
         lengths = self.table.length[slots]
         batch = SamplingBatch(
             slots=slots,
             lengths=lengths,
             outputs=lengths - self.table.num_prompt[slots],
             produced=lambda row: self.table.produced(int(slots[row])),
-            mask_rows=np.array([at[int(mask_rows[i])] for i in kept], np.int64),
-            masks=words[kept],
         )
+        mask_rows, words = masks
+        if len(mask_rows):
+            # The plan counts its own rows; some may have failed, and masked rows may not sample in this step.
+            at = {index: i for i, index in enumerate(rows.index[drawn].tolist())}
+            kept = [i for i, index in enumerate(mask_rows.tolist()) if index in at]
+            batch.mask_rows = np.array([at[int(mask_rows[i])] for i in kept], np.int64)
+            batch.masks = words[kept]
         if self.split is not None:
             return self.split.sample(self.decoder.own_logits(hidden), self.table.sampling, batch)
         return sample(self.decoder.logits(hidden), self.table.sampling, batch)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.kernels import request_rows as kernels
 from phalanx.sampling.parameters import SamplingTable
 from phalanx.step import NO_TOKEN, ON_DEVICE, Admission, RowFailure, StepPlan
 
@@ -77,23 +78,45 @@ class RequestTable:
         self.sampled = np.full(slots, NO_TOKEN, np.int32)
         """The token sampled last and not yet appended."""
         self.sampling = SamplingTable(slots, vocab_size, own_tokens)
+        self._view: kernels.TableView | None = None
+        """Of the arrays as they are; None after one may have been replaced by a wider one."""
 
     # -- what a plan changes
 
     def apply(self, plan: StepPlan) -> StepRows:
         """Release, admit, append. Raises ValueError when the plan's arrays do not fit together."""
         failures: list[RowFailure] = []
-        for slot in _unpacked(plan.released, "<u2").tolist():
-            self.release(slot)
+        if plan.released:
+            for slot in _unpacked(plan.released, "<u2").tolist():
+                self.release(slot)
         for admission in plan.admissions:
             try:
                 self.admit(admission)
             except Exception as error:  # whatever one request carries must not end the others
                 self.release(admission.slot)
                 failures.append(RowFailure(admission.slot, f"The worker refused the request: {error}"))
-        rows = self._advance(plan)
-        rows.failures = failures + [f for f in rows.failures if f.slot not in {known.slot for known in failures}]
-        return rows
+        if kernels.serves():
+            if plan.admissions or self._view is None:
+                self._view = self._look()
+            rows = plan.rows
+            done = kernels.advance(
+                self._view, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows, rows.new_blocks
+            )
+            if done is not None:
+                slots, start, counts, samples = done
+                return StepRows(np.arange(len(slots)), slots, start, counts, samples, failures)
+        self._view = None
+        found = self._advance(plan)
+        found.failures = failures + [f for f in found.failures if f.slot not in {known.slot for known in failures}]
+        return found
+
+    def _look(self) -> kernels.TableView:
+        return kernels.TableView(
+            active=self.active, penalised=self.sampling.penalised, tokens=self.tokens, length=self.length,
+            num_prompt=self.num_prompt, computed=self.computed, block_table=self.block_table,
+            num_blocks=self.num_blocks, sampled=self.sampled, max_length=self.max_model_len,
+            block_size=self.block_size, blocks=self.blocks, vocab_size=self.vocab_size,
+        )  # fmt: skip
 
     def release(self, slot: int) -> None:
         """The slot is free. What its row holds is not cleared: `admit` overwrites or bounds all of it."""
@@ -210,6 +233,14 @@ class RequestTable:
 
     def gather(self, rows: StepRows) -> StepInputs:
         """The inputs of the step, in arrays of their own."""
+        if self._view is not None:
+            tokens, positions, query_start, contexts, prompts, blocks, places = kernels.gather(
+                self._view, rows.slots, rows.start, rows.counts
+            )
+            return StepInputs(tokens, positions, query_start, contexts, prompts, blocks, places)
+        return self._gather(rows)
+
+    def _gather(self, rows: StepRows) -> StepInputs:
         total = int(rows.counts.sum())
         query_start = np.concatenate([[0], np.cumsum(rows.counts)]).astype(np.int64)
         row_of = np.repeat(np.arange(len(rows.slots)), rows.counts)

@@ -3,9 +3,18 @@
 import numpy as np
 import pytest
 
+from phalanx.kernels import request_rows as kernels
 from phalanx.step import NO_TOKEN, ON_DEVICE, Rows, SamplingState, StepPlan, pack
 from phalanx.worker.request_table import RequestTable
 from tests.helpers.plans import GREEDY, Run, admission, plan
+
+
+@pytest.fixture(autouse=True, params=["native", "twins"])
+def served_by(request, monkeypatch):
+    if request.param == "twins":
+        monkeypatch.setattr(kernels, "native", lambda: None)
+    elif kernels.native() is None:
+        pytest.skip("the native library was not built")
 
 
 def table(slots: int = 8, max_model_len: int = 64, blocks: int = 40) -> RequestTable:
