@@ -240,12 +240,23 @@ void unpack_row(int kind_number, const std::uint8_t* packed, std::size_t output,
   }
 }
 
-void unpack(int kind, Address packed, std::size_t inputs, std::size_t lead, std::size_t phase, Address rows,
-            std::size_t count, Address y) {
+// Rows `ids` - `start` of what the parts make up, one after the other, as float32 [count, inputs]; zeros for those that
+// they do not have.
+void unpack(Address ids, std::size_t count, std::int64_t start, std::size_t inputs, std::size_t lead, Address parts,
+            std::size_t part_count, Address y) {
+  const BlockPart* part = at_address<const BlockPart>(parts);
   parallel_for((count + 7) / 8, [&](std::size_t task) {
-    for (std::size_t i = task * 8; i < count && i < task * 8 + 8; ++i)
-      unpack_row(kind, at_address<std::uint8_t>(packed), at_address<std::int64_t>(rows)[i], inputs, lead, phase,
-                 at_address<float>(y) + i * inputs);
+    for (std::size_t i = task * 8; i < count && i < task * 8 + 8; ++i) {
+      const std::int64_t row = at_address<const std::int64_t>(ids)[i] - start;
+      float* to = at_address<float>(y) + i * inputs;
+      std::size_t p = 0;
+      while (p < part_count && !(part[p].column <= row && row < part[p].column + part[p].outputs)) ++p;
+      if (p == part_count)
+        std::memset(to, 0, inputs * sizeof(float));
+      else
+        unpack_row(static_cast<int>(part[p].kind), reinterpret_cast<const std::uint8_t*>(part[p].packed),
+                   row - part[p].column, inputs, lead, part[p].phase, to);
+    }
   });
 }
 
@@ -274,9 +285,11 @@ constexpr std::size_t kTasksPerThread = 6;
 constexpr std::size_t kRowsPerTask = 128;  // whose activations stay in the second cache
 constexpr std::size_t kGroupsPerTask = 8;  // whose weights do so beside them, where there are many rows
 
-// y[rows, …] of the parts, whose columns of y need not touch. `inputs` numbers of each row of x, `lead` zeros before.
-void block_matmul_call(Address x, std::size_t rows, std::size_t inputs, std::size_t lead, int x_type, Address parts,
-                       std::size_t count, Address y, std::size_t stride, int y_type, Address bias) {
+// y [rows, outputs] of the parts from x [rows, inputs], whose rows begin `step` numbers apart; `lead` zeros are put
+// before each.
+void block_matmul_call(Address x, std::size_t step_x, std::size_t rows, std::size_t inputs, std::size_t lead, int x_type,
+                       Address parts, std::size_t count, Address y, std::size_t stride, int y_type, Address bias,
+                       int bias_type) {
   thread_local Scratch scratch;
   const std::size_t blocks = (lead + inputs + kBlock - 1) / kBlock;
   if (rows == 0) return;
@@ -289,12 +302,13 @@ void block_matmul_call(Address x, std::size_t rows, std::size_t inputs, std::siz
   const std::size_t quantize_rows = 4;
   parallel_for((rows + quantize_rows - 1) / quantize_rows, [&](std::size_t task) {
     for (std::size_t row = task * quantize_rows; row < rows && row < (task + 1) * quantize_rows; ++row)
-      kernels.quantize(at_address<std::uint8_t>(x) + row * inputs * x_size, static_cast<Number>(x_type), inputs, lead,
+      kernels.quantize(at_address<std::uint8_t>(x) + row * step_x * x_size, static_cast<Number>(x_type), inputs, lead,
                        blocks, q + row * blocks * kBlock, scale + row * blocks, scaled_sum + row * blocks,
                        offset + row * blocks * 2);
   });
   const BlockProduct product{{q, scale, scaled_sum, offset, blocks}, at_address<void>(y), stride,
-                             static_cast<Number>(y_type), at_address<const void>(bias)};
+                             static_cast<Number>(y_type), at_address<const void>(bias),
+                             static_cast<Number>(bias_type)};
   const BlockPart* part = at_address<const BlockPart>(parts);
   std::size_t groups = 0;
   for (std::size_t p = 0; p < count; ++p) groups += (part[p].outputs + kLanes - 1) / kLanes;

@@ -76,8 +76,9 @@ struct BlockProduct {
   BlockRows rows;
   void* y;
   std::size_t stride;  // of y, in numbers
-  Number type;         // of y and bias
+  Number type;         // of y
   const void* bias;    // [outputs of all parts], null for none
+  Number bias_type;
 };
 
 struct BlockMatmul {

@@ -129,8 +129,12 @@ PHALANX_INLINE Scales scales_of(const std::uint8_t* group, const GroupShape& sha
 }
 
 template <typename T>
-PHALANX_INLINE void finish(const BlockProduct& product, std::size_t column, int count, std::size_t row, f32x16 total) {
-  if (product.bias != nullptr) total += load_some(static_cast<const T*>(product.bias) + column, count);
+PHALANX_INLINE f32x16 bias_of(const BlockProduct& product, std::size_t column, int count) {
+  return load_some(static_cast<const T*>(product.bias) + column, count);
+}
+
+template <typename T>
+PHALANX_INLINE void put(const BlockProduct& product, std::size_t column, int count, std::size_t row, f32x16 total) {
   T* y = static_cast<T*>(product.y) + row * product.stride + column;
   if (count == kLanes)
     store16(y, total);
@@ -212,14 +216,23 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
   for (int c = 0; c < kGroups; ++c) {
     const std::size_t first = (group + c) * kLanes;
     const int count = part.outputs - first < kLanes ? static_cast<int>(part.outputs - first) : kLanes;
+    f32x16 bias = {};
+    if (product.bias != nullptr) {
+      switch (product.bias_type) {
+        case Number::f32: bias = bias_of<float>(product, part.column + first, count); break;
+        case Number::bf16: bias = bias_of<bf16>(product, part.column + first, count); break;
+        case Number::f16: bias = bias_of<f16>(product, part.column + first, count); break;
+      }
+    }
     PHALANX_UNROLL
     for (int r = 0; r < kRows; ++r) {
       f32x16 sum = total[c][r];
       if constexpr (K::channel) sum *= load<f32x16>(packed + c * shape.bytes + shape.tail);
+      sum += bias;
       switch (product.type) {
-        case Number::f32: finish<float>(product, part.column + first, count, row + r, sum); break;
-        case Number::bf16: finish<bf16>(product, part.column + first, count, row + r, sum); break;
-        case Number::f16: finish<f16>(product, part.column + first, count, row + r, sum); break;
+        case Number::f32: put<float>(product, part.column + first, count, row + r, sum); break;
+        case Number::bf16: put<bf16>(product, part.column + first, count, row + r, sum); break;
+        case Number::f16: put<f16>(product, part.column + first, count, row + r, sum); break;
       }
     }
   }

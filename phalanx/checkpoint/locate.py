@@ -75,9 +75,10 @@ def locate(model: str | None, *, revision: str | None = None, progress: Download
 
 def locate_config(
     model: str | None, *, revision: str | None = None, progress: DownloadProgress | None = None
-) -> tuple[str, dict[str, Any]]:
-    """What `model` is called, and its configuration as in `Checkpoint.config`. A folder needs no weights, and of a
-    model on the hub none are fetched. Raises CheckpointError as `locate` does.
+) -> tuple[str, dict[str, Any], Checkpoint | None]:
+    """What `model` is called, its configuration as in `Checkpoint.config`, and the checkpoint where its weights are
+    looked at for that. A folder needs no weights, and of a model on the hub none are fetched. Raises CheckpointError as
+    `locate` does.
     """
     path = None if model is None else _local(model, revision)
     if model is not None and path is None:
@@ -86,9 +87,9 @@ def locate_config(
         _check_links(path)
         config = _read_json(path, "config.json")
         if config is not None:
-            return _folder_name(path), config
+            return _folder_name(path), config, None
     checkpoint = locate(model, revision=revision, progress=progress)
-    return checkpoint.name, checkpoint.config
+    return checkpoint.name, checkpoint.config, checkpoint
 
 
 def locate_tokenizer(tokenizer: str, *, revision: str | None = None, progress: DownloadProgress | None = None) -> Path:

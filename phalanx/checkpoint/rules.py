@@ -33,6 +33,11 @@ class Weight(Protocol):
 
 
 class Operation(Protocol):
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it only puts whole rows in another order, whatever they hold."""
+        ...
+
     def shape(self, shape: Shape) -> Shape:
         """The shape after `apply`. Raises ValueError when the operation does not fit."""
         ...
@@ -54,6 +59,8 @@ class Operation(Protocol):
 class Transpose:
     """[inputs, outputs] to [outputs, inputs]; vectors stay as they are."""
 
+    keeps_rows = False
+
     def shape(self, shape: Shape) -> Shape:
         return shape[::-1]
 
@@ -74,6 +81,7 @@ class PermuteRope:
     """Rows of each head from pairs (x0, y0, x1, y1, …) to halves (x0, x1, …, y0, y1, …)."""
 
     head_dim: int
+    keeps_rows = True
 
     def shape(self, shape: Shape) -> Shape:
         if shape[0] % self.head_dim or self.head_dim % 2:
@@ -101,6 +109,7 @@ class Add:
     """Adds a constant: some families store a norm's weight less one."""
 
     value: float
+    keeps_rows = False
 
     def shape(self, shape: Shape) -> Shape:
         return shape
@@ -187,6 +196,11 @@ class Piece:
     start: int
     """First row of the weight that this fills."""
     length: int
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the piece's rows are rows of the file tensor as they are stored."""
+        return all(operation.keeps_rows for operation in self.operations)
 
     def rows(self, start: int, stop: int) -> Part:
         """The piece's rows start to stop in their whole width."""

@@ -21,6 +21,7 @@ def show(config: EngineConfig) -> int:
     from phalanx.checkpoint.locate import locate_config
     from phalanx.planner.resolution import dry_run
 
-    name, model_config = locate_config(config.model.model, revision=config.model.revision)
-    print("\n".join(dry_run(config, (*config.model.served_model_name, name)[0], model_config)))
+    name, model_config, checkpoint = locate_config(config.model.model, revision=config.model.revision)
+    called = (*config.model.served_model_name, name)[0]
+    print("\n".join(dry_run(config, called, model_config, checkpoint)))
     return 0

@@ -7,10 +7,9 @@ receives what is decided here.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from phalanx.config import EngineConfig, ServerConfig, resolve
-from phalanx.errors import ConfigError
+from phalanx.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,34 +21,31 @@ if TYPE_CHECKING:
 def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """`config` without automatic values. Raises ConfigError, UnsupportedModel, and
     NotEnoughMemory when the model cannot fit several ranks on this machine."""
-    from phalanx.models.registry import read_spec
-    from phalanx.planner.hardware import detect
-    from phalanx.planner.resolution import with_layout
+    from phalanx.planner import resolution
 
-    _check_quantization(config.model.quantization, checkpoint)
-    spec = read_spec(checkpoint.config)
-    return with_layout(resolve(_with_ray(config), spec, detect()), spec)
+    return resolution.resolved(_with_ray(config), checkpoint)
 
 
 def splitter(config: EngineConfig) -> Choose:
     """How the model of `config` (resolved) is split when places for its ranks are lost. Reads the model's description
     when it is first needed."""
-    known: list[dict[str, Any]] = []
+    known: list[Checkpoint] = []
 
     def choose(seats: Sequence[Seat]) -> Choice:
         from phalanx.checkpoint.locate import locate
         from phalanx.distributed.mesh import Mesh
         from phalanx.executor.launcher import Layout
         from phalanx.executor.seating import Choice, NoFit
-        from phalanx.models.registry import read_spec
-        from phalanx.planner.resolution import split_anew
+        from phalanx.planner.resolution import spec_of, split_anew
         from phalanx.planner.resplit import TooLittle
 
         model = config.model
         if not known:
-            known.append(locate(model.model, revision=model.revision).config)
+            known.append(locate(model.model, revision=model.revision))
         try:
-            found = split_anew(config, read_spec(known[0]), {seat.number: (seat.node, seat.memory) for seat in seats})
+            found = split_anew(
+                config, spec_of(config, known[0]), {seat.number: (seat.node, seat.memory) for seat in seats}
+            )
         except TooLittle as error:
             raise NoFit(str(error)) from None
         shape = found.plan.budget.layout
@@ -72,17 +68,6 @@ def _with_ray(config: EngineConfig) -> EngineConfig:
     if parallel.distributed_executor_backend or parallel.nnodes == 1 or parallel.master_addr or not is_running():
         return config
     return dataclasses.replace(config, parallel=dataclasses.replace(parallel, distributed_executor_backend="ray"))
-
-
-def _check_quantization(asked: str | None, checkpoint: Checkpoint) -> None:
-    """Weights are used as the checkpoint has them; a wish for anything else must not be passed over."""
-    has = "gguf" if checkpoint.format == "gguf" else "none"
-    if asked is not None and asked.lower() != has:
-        raise ConfigError(
-            f"--quantization is '{asked[:60]}', but the weights of {checkpoint.name} can only be used as they are "
-            f"({has}).",
-            fix="Leave it out, or name a checkpoint that is quantised so.",
-        )
 
 
 def for_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineConfig, str]:

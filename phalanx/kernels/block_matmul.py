@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.block_layout import BLOCK, KINDS, packed_bytes
 from phalanx.kernels.library import native
+from phalanx.kernels.matmul import WeightMemory
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -35,12 +36,13 @@ class PackedBlocks:
 
 
 def pack_blocks(
-    kind: str, raw: torch.Tensor, columns: tuple[int, int], scales: torch.Tensor | None = None
-) -> PackedBlocks:
+    kind: str, raw: torch.Tensor, columns: tuple[int, int], scales: torch.Tensor | None = None,
+    memory: WeightMemory | None = None,
+) -> PackedBlocks:  # fmt: skip
     """The columns of `raw`, which holds rows of a file's blocks: uint8 [outputs, bytes], neighbours in a row touching.
 
-    For "INT8", `raw` is int8 [outputs, inputs], and `scales` float32 [outputs]. Raises ValueError for what does not
-    fit, RuntimeError without the native library.
+    For "INT8", `raw` is int8 [outputs, inputs], and `scales` float32 [outputs]. The result is taken from `memory`.
+    Raises ValueError for what does not fit, RuntimeError without the native library.
     """
     layout, library = KINDS[kind], _library()
     outputs, (start, stop) = raw.shape[0], columns
@@ -57,9 +59,7 @@ def pack_blocks(
             raise ValueError("INT8 needs a float32 scale for each output")
         scales = scales.contiguous()
     phase, lead = divmod(start, BLOCK) if start < stop else (0, 0)
-    data = torch.empty(packed_bytes(kind, outputs, (start, stop)), dtype=torch.uint8)
-    if data.data_ptr() % 64:
-        raise RuntimeError("packed weights have to lie at a multiple of 64 bytes")
+    data = (memory or WeightMemory()).empty((packed_bytes(kind, outputs, columns),), torch.uint8)
     inputs = stop - start
     if data.numel():
         address = 0 if scales is None else scales.data_ptr()
@@ -75,25 +75,6 @@ def pack_blocks(
             data.data_ptr(),
         )
     return PackedBlocks(data, kind, outputs, inputs, lead, phase)
-
-
-def unpack_rows(matrix: PackedBlocks, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Rows `rows` (int64 [n]) of the matrix as numbers, rounded from float32 to `dtype`: [n, inputs].
-
-    Raises ValueError for a row that is not there.
-    """
-    rows = rows.contiguous()
-    if rows.dtype != torch.int64 or rows.dim() != 1:
-        raise ValueError("rows have to be int64 [n]")
-    if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < matrix.outputs):
-        raise ValueError(f"rows have to be between 0 and {matrix.outputs - 1}")
-    y = torch.empty(rows.numel(), matrix.inputs)
-    if y.numel():
-        _library().block_unpack(
-            KINDS[matrix.kind].number, matrix.data.data_ptr(), matrix.inputs, matrix.lead, matrix.phase,
-            rows.data_ptr(), rows.numel(), y.data_ptr(),
-        )  # fmt: skip
-    return y.to(dtype)
 
 
 class BlockProduct:
@@ -115,24 +96,39 @@ class BlockProduct:
         self._parts = torch.tensor(parts, dtype=torch.int64)
         self._address, self._count = self._parts.data_ptr(), len(parts)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(m.data.nbytes for m in self.matrices)
+
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x [T, inputs], contiguous, of any type in `NUMBERS`, times the matrices: [T, outputs] in x's type, or
-        `dtype`. `bias` [outputs] has the result's type. Raises ValueError."""
-        own = x.dtype
-        dtype = dtype or own
-        if not x.is_contiguous() or x.dim() != 2 or x.shape[1] != self.inputs or own not in NUMBERS:
-            raise ValueError(f"x has to be contiguous numbers [T, {self.inputs}], not {own} {tuple(x.shape)}")
-        y = torch.empty(x.shape[0], self.outputs, dtype=dtype)
-        address = 0
+        """x [T, inputs] of any type in `NUMBERS`, whose rows may lie apart, times the matrices: [T, outputs] in x's
+        type, or `dtype`. `bias` is [outputs]. Raises ValueError for what does not fit."""
+        rows, width = x.shape
+        step, one = x.stride()
+        if width != self.inputs or one != 1 or x.dtype not in NUMBERS or not x.is_cpu:
+            raise ValueError(f"x has to be numbers [T, {self.inputs}], each row contiguous")
+        address, bias_type = 0, 0
         if bias is not None:
-            if bias.dtype != dtype or bias.shape != (self.outputs,) or not bias.is_contiguous():
-                raise ValueError(f"bias has to be {dtype} [{self.outputs}]")
-            address = bias.data_ptr()
+            if bias.numel() != self.outputs or bias.dtype not in NUMBERS or not bias.is_contiguous():
+                raise ValueError(f"bias has to be numbers [{self.outputs}]")
+            address, bias_type = bias.data_ptr(), NUMBERS[bias.dtype]
+        y = torch.empty(rows, self.outputs, dtype=dtype or x.dtype)
         self._library.block_matmul(
-            x.data_ptr(), x.shape[0], self.inputs, self.lead, NUMBERS[own], self._address, self._count, y.data_ptr(),
-            self.outputs, NUMBERS[dtype], address,
+            x.data_ptr(), step, rows, width, self.lead, NUMBERS[x.dtype], self._address, self._count, y.data_ptr(),
+            self.outputs, NUMBERS[y.dtype], address, bias_type,
         )  # fmt: skip
         return y
+
+    def rows(self, ids: torch.Tensor, start: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows `ids` (int64 [T]) - `start` of the matrices, one below the other, as numbers: [T, inputs], rounded from
+        float32 to `dtype`. Zeros for ids outside. Raises ValueError for anything but a vector of int64."""
+        if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or not ids.is_cpu:
+            raise ValueError("ids have to be a contiguous vector of int64")
+        y = torch.empty(len(ids), self.inputs)
+        self._library.block_unpack(
+            ids.data_ptr(), len(ids), start, self.inputs, self.lead, self._address, self._count, y.data_ptr()
+        )
+        return y if dtype is torch.float32 else y.to(dtype)
 
 
 def block_matmul_twin(

@@ -8,13 +8,16 @@ from typing import Protocol
 
 import torch
 
+from phalanx.quantization.base import RowTarget
+
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """Rows `rows` and columns `columns` of the weight `name` belong in `target`, which has exactly that shape."""
+    """Rows `rows` and columns `columns` of the weight `name` belong in `target`, a tensor of exactly that shape, or
+    where the scheme takes them."""
 
     name: str
-    target: torch.Tensor
+    target: torch.Tensor | RowTarget
     rows: tuple[int, int]
     columns: tuple[int, int] | None = None
     """None for a vector."""

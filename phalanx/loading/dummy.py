@@ -14,9 +14,18 @@ from phalanx.layers.weights import WeightSlot
 
 def fill_dummy(slot: WeightSlot) -> None:
     """Norms get ones, vectors zeros, matrices small random numbers that depend on the weight's name alone."""
-    if slot.columns is None:
-        slot.target.fill_(1.0 if slot.name.endswith("norm.weight") else 0.0)
+    target = slot.target
+    if isinstance(target, torch.Tensor) and slot.columns is None:
+        target.fill_(1.0 if slot.name.endswith("norm.weight") else 0.0)
         return
-    generator = torch.Generator(device=slot.target.device)
+    numbers = target if isinstance(target, torch.Tensor) else torch.empty(_shape(slot))
+    generator = torch.Generator(device=numbers.device)
     generator.manual_seed(zlib.crc32(slot.name.encode()))
-    slot.target.normal_(0.0, 0.02, generator=generator)
+    numbers.normal_(0.0, 0.02, generator=generator)
+    if not isinstance(target, torch.Tensor):
+        target.put(0, numbers)
+
+
+def _shape(slot: WeightSlot) -> tuple[int, ...]:
+    ranges = (slot.rows,) if slot.columns is None else (slot.rows, slot.columns)
+    return tuple(stop - start for start, stop in ranges)

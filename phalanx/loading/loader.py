@@ -91,11 +91,31 @@ def _fill(slot: WeightSlot, binding: Binding, reader: TensorReader) -> None:
         first, last = max(start, piece.start), min(stop, piece.start + piece.length)
         if first >= last:
             continue
-        # Matrices of blocks come out in the model's type at once; a float32 copy of a large table would be the peak.
-        target = slot.target.dtype if slot.columns is not None and piece.info.dtype in BLOCK_TYPES else None
         rows = (first - piece.start, last - piece.start)
-        data = _read(piece, (rows,) if slot.columns is None else (rows, slot.columns), reader, target)
-        slot.target[first - start : last - start].copy_(data)
+        part: Part = (rows,) if slot.columns is None else (rows, slot.columns)
+        if isinstance(slot.target, torch.Tensor):
+            # Matrices of blocks come out in the model's type at once: a large table's float32 copy would be the peak.
+            blocks = slot.columns is not None and piece.info.dtype in BLOCK_TYPES
+            data = _read(piece, part, reader, slot.target.dtype if blocks else None)
+            slot.target[first - start : last - start].copy_(data)
+        elif slot.columns is not None and _has_blocks(piece) and slot.target.takes_blocks:
+            raw, columns = _read_blocks(piece, rows, slot.columns, reader)
+            slot.target.put_blocks(first - start, piece.info.dtype, raw, columns)
+        else:
+            slot.target.put(first - start, _read(piece, part, reader))
+
+
+def _has_blocks(piece: Piece) -> bool:
+    return piece.info.dtype in BLOCK_TYPES and piece.keeps_rows
+
+
+def _read_blocks(
+    piece: Piece, rows: tuple[int, int], columns: tuple[int, int], reader: TensorReader
+) -> tuple[torch.Tensor, tuple[int, int]]:
+    """Rows of blocks that are rows of the file's, put in the piece's order, and where the columns are in them."""
+    raw, within = reader.read_blocks(piece.info, piece.source((rows, columns))[0], columns)
+    taken: torch.Tensor = piece.take(raw, (rows, (0, raw.shape[1])))
+    return taken, within
 
 
 def _read(piece: Piece, part: Part, reader: TensorReader, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -100,6 +100,28 @@ class TensorReader:
         values = dequantize(raw.reshape(-1), info.dtype, (count, width), target=dtype or torch.float32)
         return values[:, start - first * elements : stop - first * elements]
 
+    def read_blocks(
+        self, info: TensorInfo, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> tuple[Tensor, tuple[int, int]]:
+        """Rows of a matrix of blocks as they are stored: uint8 [n, bytes], which shares memory with the mapped file and
+        has the whole blocks that hold `columns`; and where these are in it.
+
+        Raises as `read` does, ValueError also for a type that has no blocks.
+        """
+        start, stop = columns
+        block = FORMATS.get(info.dtype)
+        if block is None or len(info.shape) != 2 or not 0 <= start <= stop <= info.shape[1]:
+            raise ValueError(f"tensor '{info.name}' has no blocks for columns {start} to {stop}")
+        shape, offset, nbytes = self._span(info, rows)
+        first, last = start // block.elements, -(-stop // block.elements)
+        within = (start - first * block.elements, stop - first * block.elements)
+        if shape[0] == 0:
+            return torch.empty(0, (last - first) * block.nbytes, dtype=torch.uint8), within
+        whole = torch.frombuffer(self._map(info), dtype=torch.uint8, count=nbytes, offset=offset)
+        raw = whole.view(shape[0], -1)[:, first * block.nbytes : last * block.nbytes]
+        self.bytes_read += raw.numel()
+        return raw, within
+
     def _span(self, info: TensorInfo, rows: tuple[int, int] | None) -> tuple[tuple[int, ...], int, int]:
         """Shape, offset in the file and number of bytes of the rows asked for."""
         if rows is None:

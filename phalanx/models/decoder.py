@@ -67,7 +67,8 @@ class Decoder(Layer):
         dtype, device = linear.dtype, linear.device
 
         def table(name: str, bias: bool, *, multiplied: bool) -> VocabularyTable:
-            context = linear if multiplied else replace(linear, scheme=Unquantized())
+            stored = multiplied or linear.scheme.stores_tables
+            context = linear if stored else replace(linear, scheme=Unquantized())
             return VocabularyTable(name, self.split.vocabulary(spec), width, context, bias=bias)
 
         projects = width != spec.hidden_size

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -199,6 +199,26 @@ class WeightSpec:
     """Kept in float32 whatever the model's type."""
 
 
+class StoredRows(NamedTuple):
+    """Some rows of a weight, and the kind of packed matrix they are in memory; plain numbers where that is empty."""
+
+    rows: int
+    kind: str
+
+
+StoredParts = tuple[tuple[str, tuple[StoredRows, ...]], ...]
+"""Weights by name, each with its rows in order."""
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights that stay quantised."""
+
+    outer: StoredParts
+    layers: tuple[StoredParts, ...]
+    """Named within each layer."""
+
+
 @dataclass(frozen=True)
 class DecoderSpec:
     family: str
@@ -214,6 +234,8 @@ class DecoderSpec:
     """The output head is the embedding table."""
     head_bias: bool = False
     logit_soft_cap: float | None = None
+    stored: StoredWeights | None = None
+    """None keeps all weights as plain numbers."""
 
     @property
     def num_layers(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.models.shares import kv_bytes_per_token
+from phalanx.models.shares import kv_bytes_per_token, table_bytes
 from phalanx.models.spec import BYTES_PER_ELEMENT
 from phalanx.planner.devices import Device
 from phalanx.planner.memory import Budget, Demand, RankMemory
@@ -48,8 +48,7 @@ def read_bytes(demand: Demand, rank: RankMemory, budget: Budget) -> int:
     split = budget.layout.split(demand.spec, rank.place.pp)
     spec, last = demand.spec, rank.place.pp == len(budget.layout.widths) - 1
     if rank.place.pp == 0 and not (last and spec.tie_embeddings):
-        table = split.vocabulary(spec).length(rank.place.tp) * spec.embedding.width
-        return rank.weights - table * BYTES_PER_ELEMENT[demand.dtype]
+        return rank.weights - table_bytes(spec, split, rank.place.tp, demand.dtype)
     return rank.weights
 
 

@@ -7,15 +7,19 @@ their ranks then get equal shares.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import platform
 from collections.abc import Mapping
 
 from phalanx import env
-from phalanx.config import EngineConfig, ParallelConfig, resolve
+from phalanx.checkpoint.locate import Checkpoint
+from phalanx.config import EngineConfig, ModelConfig, ParallelConfig, resolve
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import ConfigError, NotEnoughMemory
+from phalanx.kernels.library import describe, native
 from phalanx.models.registry import read_spec
 from phalanx.models.spec import DecoderSpec
+from phalanx.models.stored import with_stored
 from phalanx.planner import report, search
 from phalanx.planner.devices import Device, declared, of_this_machine
 from phalanx.planner.hardware import detect, read_speed
@@ -23,6 +27,8 @@ from phalanx.planner.memory import Demand
 from phalanx.planner.resplit import Resplit, resplit
 from phalanx.planner.search import Plan
 from phalanx.worker.limits import Memory, host_memory
+
+log = logging.getLogger(__name__)
 
 _UNKNOWN = Memory(2**60, 2**60)
 _SHOWN = 3
@@ -35,6 +41,46 @@ class _Facts:
 
     device: str
     native_bfloat16: bool
+
+
+def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
+    """`config` without automatic values. Raises ConfigError, CheckpointError, UnsupportedModel, and NotEnoughMemory
+    when the model cannot fit several ranks on this machine."""
+    spec = read_spec(checkpoint.config)
+    asked = _check_quantization(config.model, checkpoint)
+    config = resolve(config, spec, detect())
+    config = dataclasses.replace(config, model=_with_quantization(config.model, checkpoint, asked))
+    return with_layout(config, spec_of(config, checkpoint))
+
+
+def spec_of(config: EngineConfig, checkpoint: Checkpoint) -> DecoderSpec:
+    """The model as `config` (resolved) has its weights in memory."""
+    return with_stored(read_spec(checkpoint.config), checkpoint, config.model.quantization)
+
+
+def _check_quantization(model: ModelConfig, checkpoint: Checkpoint) -> str:
+    """What is asked for, or what the checkpoint has: blocks of a GGUF file stay as they are, unless float32 is asked
+    for, which is for exact results. Raises ConfigError for a wish that cannot be met."""
+    has, dummy = checkpoint.format == "gguf", model.load_format == "dummy"
+    if model.quantization is None:
+        return "gguf" if has and model.dtype != "float32" and not dummy else "none"
+    asked = model.quantization.lower()
+    possible = ["none", *(["gguf"] if has and not dummy else []), *([] if has else ["int8"])]
+    if asked not in possible:
+        raise ConfigError(
+            f"--quantization is '{asked[:60]}', but the weights of {checkpoint.name} can only be used as "
+            f"{' or '.join(possible)}.",
+            fix="Leave it out, or name a checkpoint that is quantised so.",
+        )
+    return asked
+
+
+def _with_quantization(model: ModelConfig, checkpoint: Checkpoint, wanted: str) -> ModelConfig:
+    if wanted != "none" and (model.device != "cpu" or native() is None):
+        why = "on a GPU" if model.device != "cpu" else f"here: products are {describe()}"
+        log.warning("The weights of %s are computed in %s, not as %s, %s.", checkpoint.name, model.dtype, wanted, why)
+        wanted = "none"
+    return dataclasses.replace(model, quantization=wanted)
 
 
 def with_layout(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
@@ -80,14 +126,20 @@ def _check_fits(plan: Plan, devices: tuple[Device, ...], replicas: int) -> None:
         ) from None
 
 
-def dry_run(config: EngineConfig, name: str, model_config: dict[str, object]) -> list[str]:
-    """The lines of a plan for the model that `model_config` (of config.json) describes. Starts nothing.
+def dry_run(
+    config: EngineConfig, name: str, model_config: dict[str, object], checkpoint: Checkpoint | None = None
+) -> list[str]:
+    """The lines of a plan for the model that `model_config` (of config.json) describes. Starts nothing. Without a
+    `checkpoint` the weights are taken to be plain.
 
     Raises ConfigError, and NotEnoughMemory with what is missing and what would fit.
     """
     spec, devices = read_spec(model_config), _declared(config)
-    machine = detect()
+    machine, asked = detect(), None if checkpoint is None else _check_quantization(config.model, checkpoint)
     config = resolve(config, spec, _Facts(devices[0].kind if devices else machine.device, machine.native_bfloat16))
+    if checkpoint is not None and asked is not None:
+        config = dataclasses.replace(config, model=_with_quantization(config.model, checkpoint, asked))
+        spec = with_stored(spec, checkpoint, config.model.quantization)
     known = devices or _of_this_machine(config)
     if known and not devices and known[0].kind == "cpu":
         each = read_speed(machine.cores) / len(known)

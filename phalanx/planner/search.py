@@ -16,9 +16,7 @@ from itertools import accumulate, pairwise
 from phalanx.config import ParallelConfig
 from phalanx.distributed.partition import Partition
 from phalanx.errors import ConfigError
-from phalanx.models.shares import layer_bytes, layer_kv_bytes, outer_bytes
-from phalanx.models.spec import BYTES_PER_ELEMENT
-from phalanx.models.split import Split
+from phalanx.models.shares import layer_bytes, layer_kv_bytes, outer_bytes, table_bytes
 from phalanx.planner import cost
 from phalanx.planner.devices import Device
 from phalanx.planner.memory import Budget, Demand, Layout, budget
@@ -312,9 +310,9 @@ class _Stage:
         whole = replace(Layout((len(shares),), (tuple(shares),)).split(spec, 0))
         ranks = range(len(shares))
         self._outer = [outer_bytes(spec, whole, r, demand.dtype, first=first, last=last) for r in ranks]
-        self._read = [self._outer[r] - (_table(demand, whole, r) if first else 0) for r in ranks]
+        self._read = [self._outer[r] - (table_bytes(spec, whole, r, demand.dtype) if first else 0) for r in ranks]
         self._weights = [
-            list(accumulate((layer_bytes(x, spec.hidden_size, whole, r, demand.dtype) for x in spec.layers), initial=0))
+            list(accumulate((layer_bytes(spec, i, whole, r, demand.dtype) for i in range(spec.num_layers)), initial=0))
             for r in ranks
         ]
         self._kv = [list(accumulate((layer_kv_bytes(x, whole, r, kv_dtype) for x in spec.layers), initial=0))
@@ -346,9 +344,3 @@ class _Stage:
             for r in range(len(self._devices))
         )  # fmt: skip
         return slowest + 2 * (end - start) * cost.exchange_seconds(self._demand, self._devices, rows)
-
-
-def _table(demand: Demand, split: Split, rank: int) -> int:
-    """Bytes of the rank's part of a token table, of which a step reads only a row a token."""
-    spec = demand.spec
-    return split.vocabulary(spec).length(rank) * spec.embedding.width * BYTES_PER_ELEMENT[demand.dtype]

@@ -13,22 +13,47 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.errors import UnsupportedModel
+from phalanx.kernels.library import native
 from phalanx.kernels.matmul import PackedMatrix, WeightMemory, packs, rows_twin
 
 Storage = dict[str, Any]
+
+_BLOCKS = ("gguf", "int8")
+
+
+class RowTarget(Protocol):
+    """Rows of a matrix that a scheme does not keep as the numbers they are: the loader hands it what the file has."""
+
+    @property
+    def nbytes(self) -> int:
+        """For the progress of loading."""
+        ...
+
+    @property
+    def takes_blocks(self) -> bool: ...
+
+    def put(self, row: int, numbers: torch.Tensor) -> None:
+        """Rows from `row` on, as numbers [n, inputs]."""
+        ...
+
+    def put_blocks(self, row: int, kind: str, raw: torch.Tensor, columns: tuple[int, int]) -> None:
+        """Rows from `row` on, as whole blocks: uint8 [n, bytes], of which `columns` are the matrix's."""
+        ...
 
 
 class Scheme(Protocol):
     name: str
     shard_unit: int
     """A partition of inputs cuts at multiples of this."""
+    stores_tables: bool
+    """Whether token tables are stored in this form too."""
 
     def create(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Storage:
         """Empty storage of a matrix [outputs, inputs]."""
         ...
 
-    def rows(self, storage: Storage, start: int, stop: int) -> torch.Tensor:
-        """Where the loader copies rows start to stop, before `finish`."""
+    def rows(self, storage: Storage, start: int, stop: int) -> torch.Tensor | RowTarget:
+        """Where the loader puts rows start to stop, before `finish`."""
         ...
 
     def finish(self, storage: Storage) -> None:
@@ -54,6 +79,7 @@ class Unquantized:
 
     name = "none"
     shard_unit = 1
+    stores_tables = False
 
     def create(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Storage:
         return {"weight": torch.empty(outputs, inputs, dtype=dtype, device=device)}
@@ -111,9 +137,18 @@ class Packed(Unquantized):
 
 
 def choose_scheme(name: str | None, dtype: torch.dtype, device: torch.device) -> Scheme:
-    """The scheme for a model's linear layers. Raises UnsupportedModel for a name we do not have."""
-    if name not in (None, "none"):
+    """The scheme for a model's matrices: plain, or what --quantization (resolved) is, if the native library is there.
+    Raises UnsupportedModel for a name we do not have."""
+    if name in (None, "none") or (name in _BLOCKS and native() is None):
+        return _choose_plain(dtype, device)
+    if name not in _BLOCKS:
         raise UnsupportedModel(
             f"The quantisation scheme '{str(name)[:60]}' is not in this version.", fix="Leave it out."
         )
+    from phalanx.quantization.packed_blocks import PackedBlockScheme
+
+    return PackedBlockScheme(name, _choose_plain(dtype, device))
+
+
+def _choose_plain(dtype: torch.dtype, device: torch.device) -> Scheme:
     return Packed() if packs(dtype, device) else Unquantized()

@@ -32,6 +32,8 @@ from phalanx.models.registry import read_spec
 from phalanx.models.shares import kv_bytes_per_token, weight_bytes
 from phalanx.models.spec import DecoderSpec
 from phalanx.models.split import Split
+from phalanx.models.stored import with_stored
+from phalanx.quantization.base import choose_scheme
 from phalanx.step import NO_TOKEN, Admission, Rows, SamplingState, StepPlan, StepResult, pack
 from phalanx.worker.arithmetic import check_products
 from phalanx.worker.kv_pool import KVPool
@@ -60,7 +62,7 @@ def open_worker(
     progress.
     """
     checkpoint = locate(config.model.model, revision=config.model.revision)
-    spec = read_spec(checkpoint.config)
+    spec = with_stored(read_spec(checkpoint.config), checkpoint, config.model.quantization)
     mesh = mesh or Mesh()
     stage = mesh.place(rank).pp
     split = Split.of(spec, mesh, stage, stage_layers=stage_layers, tensor_weights=tensor_weights)
@@ -153,6 +155,7 @@ class Worker:
             load_format="dummy" if model.load_format == "dummy" else "auto",
             progress=loaded,
             split=self.split,
+            scheme=choose_scheme(model.quantization, DTYPES[model.dtype], self.device),
         )
         self._decoder.pulse = self.pulse
         self._weights = self._decoder.nbytes

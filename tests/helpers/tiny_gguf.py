@@ -7,6 +7,7 @@ matrices, Gemma's norms plus one) is written here by hand, from the converter's 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ ARCHS = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3
          "phi3": "phi3", "gemma2": "gemma2", "gemma3_text": "gemma3"}  # fmt: skip
 
 
-def to_gguf(folder: Path, kind: str, out: Path) -> tuple[Path, Path]:
-    """(GGUF file with its matrices in `kind`, safetensors folder with exactly the values that file stands for)."""
+def to_gguf(folder: Path, kind: str, out: Path, kinds: Callable[[str], str] | None = None) -> tuple[Path, Path]:
+    """(GGUF file with its matrices in `kind`, safetensors folder with exactly the values that file stands for).
+
+    `kinds` may give each matrix a type of its own, by its name in the file; the folder is then only roughly the same,
+    and not at all where the library cannot quantise to that type: such matrices are random.
+    """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHS[config["model_type"]]
     out.mkdir(parents=True, exist_ok=True)
@@ -42,9 +47,9 @@ def to_gguf(folder: Path, kind: str, out: Path) -> tuple[Path, Path]:
         if target is None:
             raise ValueError(f"the gguf library does not know {name}")
         values = converted(arch, config, name, array)
-        if values.ndim == 2 and kind != "F32":
-            packed = gguf.quants.quantize(values, KINDS[kind])
-            writer.add_tensor(target, packed, raw_dtype=KINDS[kind])
+        if values.ndim == 2 and (kind != "F32" or kinds is not None):
+            own = gguf.GGMLQuantizationType[kind if kinds is None else kinds(target)]
+            writer.add_tensor(target, quantized(values, own), raw_dtype=own)
         else:
             writer.add_tensor(target, values)
     writer.write_header_to_file()
@@ -52,6 +57,28 @@ def to_gguf(folder: Path, kind: str, out: Path) -> tuple[Path, Path]:
     writer.write_tensors_to_file()
     writer.close()
     return path, twin
+
+
+def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(kind.name, *values.shape, size=float(values.std()))
+
+
+def random_blocks(kind: str, rows: int, columns: int, size: float) -> np.ndarray:
+    """uint8 [rows, bytes]: random K-quants, whose values are about `size`."""
+    rng = np.random.default_rng(rows * columns)
+    elements, nbytes = gguf.constants.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = rng.integers(0, 256, (rows * columns // elements, nbytes), dtype=np.uint8)
+    largest = {"Q4_K": 63 * 15, "Q5_K": 63 * 31, "Q6_K": 128 * 32}[kind]
+    scale = np.full((len(raw), 1), 3 * size / largest, np.float16)
+    if kind == "Q6_K":
+        raw[:, 208:210] = scale.view(np.uint8)
+    else:
+        raw[:, 0:2] = scale.view(np.uint8)
+        raw[:, 2:4] = (scale * (7.5 if kind == "Q4_K" else 15.5)).astype(np.float16).view(np.uint8)
+    return raw.reshape(rows, -1)
 
 
 def rounded(array: np.ndarray, kind: str) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.block_layout import KINDS, packed_bytes
-from phalanx.kernels.block_matmul import BlockProduct, PackedBlocks, block_matmul_twin, pack_blocks, unpack_rows
+from phalanx.kernels.block_matmul import BlockProduct, PackedBlocks, block_matmul_twin, pack_blocks
 from phalanx.kernels.library import native
 from phalanx.loading.gguf_blocks import dequantize
 
@@ -48,9 +48,12 @@ def test_rows_come_back(kind: str) -> None:
         for outputs in (0, 1, 16, 37):
             packed, values = matrix(kind, outputs, inputs, columns)
             assert packed.data.numel() == packed_bytes(kind, outputs, columns)
-            order = torch.randperm(outputs)
+            more, other = matrix(kind, 5, inputs, columns)
+            product, both = BlockProduct([packed, more]), torch.cat([values, other])
+            order = torch.randperm(outputs + 5)
             for dtype in CPU_TYPES:
-                assert torch.equal(unpack_rows(packed, order, dtype), values[order].to(dtype))
+                assert torch.equal(product.rows(order + 3, 3, dtype), both[order].to(dtype))
+            assert not product.rows(torch.tensor([-1, outputs + 5, 2**40]), 0).any()
 
 
 def test_sizes_are_the_librarys() -> None:
@@ -88,10 +91,9 @@ class TestProducts:
                 exact = x.double() @ weight.double().T + bias
                 assert ((result - exact).abs() <= bound * 1.001 + 1e-4 * bound.max()).all()
                 own = product(x, bias.to(dtype))
-                assert own.dtype == dtype
-                torch.testing.assert_close(
-                    own, product(x, bias.to(dtype).float(), torch.float32).to(dtype), rtol=0, atol=0
-                )
+                assert torch.equal(own, product(x, bias.to(dtype).float(), torch.float32).to(dtype))
+                apart = torch.randn(5, 2 * weight.shape[1]).to(dtype)[:, : weight.shape[1]]
+                assert torch.equal(product(apart, None), product(apart.contiguous(), None))
 
     def test_a_row_depends_on_no_other(self, kind: str) -> None:
         torch.manual_seed(1)
@@ -143,7 +145,7 @@ def test_float16_results_round_as_torch_does() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     packed, _ = matrix("Q8_0", 20, 96)
     product = BlockProduct([packed])
-    for x in (torch.zeros(2, 95), torch.zeros(96), torch.zeros(2, 96, dtype=torch.int32), torch.zeros(96, 2).T):
+    for x in (torch.zeros(2, 95), torch.zeros(2, 96, dtype=torch.int32), torch.zeros(96, 2).T):
         with pytest.raises(ValueError, match="x has to be"):
             product(x, None)
     with pytest.raises(ValueError, match="bias has to be"):
@@ -158,5 +160,6 @@ def test_what_does_not_fit_is_refused() -> None:
         pack_blocks("Q8_0", raw[:, :33], (0, 32))
     with pytest.raises(ValueError, match="scale"):
         pack_blocks("INT8", raw.view(torch.int8), (0, 32))
-    with pytest.raises(ValueError, match="rows have to be"):
-        unpack_rows(packed, torch.tensor([20]))
+    for ids in (torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)[::2]):
+        with pytest.raises(ValueError, match="ids have to be"):
+            product.rows(ids)

@@ -1,0 +1,158 @@
+"""Weights that stay small integers, as the native library multiplies them: GGUF's blocks as they are, and int8.
+
+Rows may come in several pieces, each of its own kind: query, key and value of one layer often differ. What a checkpoint
+has as plain numbers stays so, beside the blocks, and is multiplied by the scheme for plain weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from phalanx.kernels.block_matmul import BlockProduct, PackedBlocks, pack_blocks
+from phalanx.kernels.matmul import WeightMemory
+from phalanx.quantization.base import Scheme, Storage
+
+
+@dataclass(frozen=True)
+class _Plain:
+    """Rows that are numbers, in the storage of another scheme."""
+
+    storage: Storage
+    outputs: int
+
+
+@dataclass
+class _Matrix:
+    """[outputs, inputs], on its way and when it is finished."""
+
+    inputs: int
+    dtype: torch.dtype
+    device: torch.device
+    memory: WeightMemory
+    filled: dict[int, PackedBlocks | torch.Tensor] = field(default_factory=dict)
+    """By first row."""
+    pieces: list[BlockProduct | _Plain] = field(default_factory=list)
+    """In the order of the rows, when all are filled."""
+
+
+@dataclass(frozen=True)
+class BlockRows:
+    """Where the loader puts rows `start` to `stop` of a matrix."""
+
+    matrix: _Matrix
+    start: int
+    stop: int
+    int8: bool
+
+    @property
+    def nbytes(self) -> int:
+        """For the progress of loading."""
+        return (self.stop - self.start) * self.matrix.inputs
+
+    @property
+    def takes_blocks(self) -> bool:
+        return not self.int8
+
+    def put_blocks(self, row: int, kind: str, raw: torch.Tensor, columns: tuple[int, int]) -> None:
+        """Rows from `row` on (counted from `start`), as a file has them: uint8 [n, bytes], of which `columns` are the
+        matrix's."""
+        self.matrix.filled[self.start + row] = pack_blocks(kind, raw, columns, memory=self.matrix.memory)
+
+    def put(self, row: int, numbers: torch.Tensor) -> None:
+        """Rows from `row` on, as numbers [n, inputs]."""
+        self.matrix.filled[self.start + row] = (
+            _to_int8(numbers, self.matrix.memory) if self.int8 else numbers.to(self.matrix.dtype)
+        )
+
+
+class PackedBlockScheme:
+    """`gguf`: blocks as the checkpoint has them. `int8`: every matrix rounded to int8 while it is loaded, with a scale
+    for each output."""
+
+    shard_unit = 1
+    stores_tables = True
+
+    def __init__(self, name: str, plain: Scheme):
+        self.name = name
+        self._plain = plain
+        self._memory = WeightMemory()
+
+    def create(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Storage:
+        return {"matrix": _Matrix(inputs, dtype, device, self._memory)}
+
+    def rows(self, storage: Storage, start: int, stop: int) -> BlockRows:
+        return BlockRows(storage["matrix"], start, stop, self.name == "int8")
+
+    def finish(self, storage: Storage) -> None:
+        matrix: _Matrix = storage["matrix"]
+        together: list[PackedBlocks | torch.Tensor] = []
+        for _, rows in sorted(matrix.filled.items(), key=lambda item: item[0]):
+            if together and isinstance(rows, PackedBlocks) != isinstance(together[0], PackedBlocks):
+                matrix.pieces.append(self._piece(matrix, together))
+                together = []
+            together.append(rows)
+        if together:
+            matrix.pieces.append(self._piece(matrix, together))
+        matrix.filled.clear()
+        storage["run"] = matrix.pieces[0] if len(matrix.pieces) == 1 else None
+
+    def _piece(self, matrix: _Matrix, rows: Sequence[PackedBlocks | torch.Tensor]) -> BlockProduct | _Plain:
+        packed = [r for r in rows if isinstance(r, PackedBlocks)]
+        if packed:
+            return BlockProduct(packed)
+        numbers = torch.cat([r for r in rows if isinstance(r, torch.Tensor)])
+        storage = self._plain.create(len(numbers), matrix.inputs, matrix.dtype, matrix.device)
+        target: Any = self._plain.rows(storage, 0, len(numbers))
+        target.copy_(numbers)
+        self._plain.finish(storage)
+        return _Plain(storage, len(numbers))
+
+    def apply(
+        self, storage: Storage, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
+    ) -> torch.Tensor:
+        piece = storage["run"]
+        if isinstance(piece, BlockProduct):
+            return piece(x, bias, torch.float32 if wide else None)
+        matrix: _Matrix = storage["matrix"]
+        results, start = [], 0
+        for piece in matrix.pieces:
+            part = None if bias is None else bias[start : start + piece.outputs]
+            if isinstance(piece, BlockProduct):
+                results.append(piece(x, part, torch.float32 if wide else None))
+            else:
+                results.append(self._plain.apply(piece.storage, x, part, wide=wide))
+            start += piece.outputs
+        if not results:
+            return torch.empty(len(x), 0, dtype=torch.float32 if wide else x.dtype)
+        return results[0] if len(results) == 1 else torch.cat(results, 1)
+
+    def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
+        matrix: _Matrix = storage["matrix"]
+        found = torch.zeros(len(ids), matrix.inputs, dtype=matrix.dtype)
+        first = start or 0
+        for piece in matrix.pieces:
+            if isinstance(piece, BlockProduct):
+                rows = piece.rows(ids, first, matrix.dtype)
+            else:
+                rows = self._plain.look_up(piece.storage, ids, first)
+            if len(matrix.pieces) == 1:
+                return rows
+            found += rows  # zeros where another piece has the row
+            first += piece.outputs
+        return found
+
+    def nbytes(self, storage: Storage) -> int:
+        pieces = storage["matrix"].pieces
+        return sum(p.nbytes if isinstance(p, BlockProduct) else self._plain.nbytes(p.storage) for p in pieces)
+
+
+def _to_int8(numbers: torch.Tensor, memory: WeightMemory) -> PackedBlocks:
+    """Each row to whole multiples of a 127th of its largest number. What is not finite stays so, in the whole row."""
+    values = numbers.float()
+    scales = values.abs().amax(1) / 127 if values.numel() else values.new_zeros(len(values))
+    whole = values.div(scales[:, None]).nan_to_num(0.0).round_().to(torch.int8)
+    return pack_blocks("INT8", whole, (0, values.shape[1]), scales, memory)
