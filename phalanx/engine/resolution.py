@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig, ServerConfig
+from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
