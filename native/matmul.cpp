@@ -15,6 +15,7 @@ namespace {
 constexpr std::size_t kTilesPerChunk = 8;    // rows that share a pass over the weights
 constexpr std::size_t kTasksPerThread = 4;
 constexpr int kDepthBytes = 4096;            // of an output's weights in one pass: a block of them stays in the cache
+constexpr int kAhead = 8192;                 // bytes: what arrives while one has to be waited for
 constexpr std::size_t kRowsPerTask = 8;      // of looked up rows
 
 std::size_t ceil_div(std::size_t a, std::size_t b) { return (a + b - 1) / b; }
@@ -38,6 +39,16 @@ void* scratch(std::size_t bytes) {
   return memory.get();
 }
 
+// The first tile of a pass over weights reads them from far away, so it fetches what it needs next; the second, or the
+// second and the third, what the next pass needs, which lies behind.
+Fetch fetch(const void* weights, int line, std::size_t bytes, std::size_t tile, std::size_t tiles) {
+  const char* at = static_cast<const char*>(weights);
+  if (tile == 0) return {at + kAhead, line};
+  if (tiles == 2) return {at + bytes, line};
+  if (tile > 2) return {at, 0};
+  return {at + bytes + (tile - 1) * (bytes / 2), line / 2};
+}
+
 // What differs by type.
 struct Kernels {
   const Matmul& table = matmul();
@@ -47,11 +58,13 @@ struct Kernels {
   void tile(const std::uint16_t* x, std::size_t stride, int rows, int depth, void* to) const {
     table.tile_bf16(x, stride, rows, depth, to);
   }
-  void multiply(const float* w, int width, const void* x, int rows, int depth, float* sums, bool carry) const {
-    table.multiply_f32(w, width, x, rows, depth, sums, carry);
+  void multiply(const float* w, int width, const void* x, int rows, int depth, float* sums, bool carry,
+                Fetch fetch) const {
+    table.multiply_f32(w, width, x, rows, depth, sums, carry, fetch);
   }
-  void multiply(const std::uint16_t* w, int width, const void* x, int rows, int depth, float* sums, bool carry) const {
-    table.multiply_bf16(w, width, x, rows, depth, sums, carry);
+  void multiply(const std::uint16_t* w, int width, const void* x, int rows, int depth, float* sums, bool carry,
+                Fetch fetch) const {
+    table.multiply_bf16(w, width, x, rows, depth, sums, carry, fetch);
   }
   void finish(const float* sums, int rows, int width, const float* bias, float* y, std::size_t stride) const {
     table.finish_f32(sums, rows, width, bias, y, stride);
@@ -106,11 +119,14 @@ void product(const T* x, std::size_t x_stride, const T* w, const T* bias, Y* y, 
       const int left = outputs - static_cast<int>(at), width = left < kBlockOutputs ? left : kBlockOutputs;
       const T* block = w + at * depth;
       for (int k = 0; k == 0 || k < depth; k += pass) {
+        const int steps = depth - k < pass ? depth - k : pass;
+        const T* weights = block + static_cast<std::size_t>(k) * width;
         for (std::size_t tile = first_tile; tile < end_tile; ++tile) {
           const std::size_t from = first_row(tile), count = first_row(tile + 1) - from;
-          kernels.multiply(block + static_cast<std::size_t>(k) * width, width,
-                           x_tiles + from * words + count * (pairs ? k / 2 : k), static_cast<int>(count),
-                           depth - k < pass ? depth - k : pass, sums + (from - first) * kBlockOutputs, k > 0);
+          kernels.multiply(weights, width, x_tiles + from * words + count * (pairs ? k / 2 : k),
+                           static_cast<int>(count), steps, sums + (from - first) * kBlockOutputs, k > 0,
+                           fetch(weights, 4 * width, static_cast<std::size_t>(steps) * width * sizeof(T),
+                                 tile - first_tile, end_tile - first_tile));
         }
       }
       kernels.finish(sums, static_cast<int>(first_row(end_tile) - first), width, bias == nullptr ? nullptr : bias + at,

@@ -18,6 +18,12 @@ namespace phalanx {
 
 constexpr int kBlockOutputs = 32;
 
+// Memory to bring near while multiplying: two lines of the cache for each k (bfloat16: each pair), then `step` bytes on.
+struct Fetch {
+  const char* at;
+  int step;
+};
+
 struct Matmul {
   int tile_rows;         // of x, multiplied at once at most
   bool multiplies_pairs;  // a bfloat16 tile is [K / 2][rows][2]; otherwise, as a float32 one, float [K][rows]
@@ -26,9 +32,10 @@ struct Matmul {
   void (*tile_f32)(const float* x, std::size_t stride, int rows, int depth, void* tile);
   void (*tile_bf16)(const std::uint16_t* x, std::size_t stride, int rows, int depth, void* tile);
   // sums [rows][32] = tile · block of `width` outputs, or += where `carry`. Both may begin at a later, even k.
-  void (*multiply_f32)(const float* block, int width, const void* tile, int rows, int depth, float* sums, bool carry);
+  void (*multiply_f32)(const float* block, int width, const void* tile, int rows, int depth, float* sums, bool carry,
+                       Fetch fetch);
   void (*multiply_bf16)(const std::uint16_t* block, int width, const void* tile, int rows, int depth, float* sums,
-                        bool carry);
+                        bool carry, Fetch fetch);
   // y[row][0 … width - 1] = sums + bias (unless null), rounded once.
   void (*finish_f32)(const float* sums, int rows, int width, const float* bias, float* y, std::size_t stride);
   void (*finish_bf16)(const float* sums, int rows, int width, const std::uint16_t* bias, std::uint16_t* y,

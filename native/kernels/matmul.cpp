@@ -2,6 +2,10 @@
 
 #include "vec.hpp"
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own _mm512_undefined_epi32
+#endif
+
 namespace phalanx::PHALANX_ISA {
 namespace {
 
@@ -16,7 +20,6 @@ constexpr int kLanes = 4, kRows = 3;
 constexpr int kLanes = 4, kRows = 1;
 #endif
 constexpr int kRegisters = kBlockOutputs / kLanes;
-constexpr int kAhead = 4096;  // bytes that are fetched in advance
 
 using reg = float __attribute__((vector_size(4 * kLanes)));
 using word = std::uint32_t __attribute__((vector_size(4 * kLanes)));
@@ -80,11 +83,10 @@ PHALANX_INLINE void step_all(reg (&acc)[R][kRegisters], W weight, X x, Step step
   }
 }
 
-template <typename Width>
-PHALANX_INLINE void fetch_ahead(const void* line, Width width) {
-  const char* at = static_cast<const char*>(line) + kAhead;
+PHALANX_INLINE void fetch_ahead(const char*& at, int step) {
   __builtin_prefetch(at);
-  if (width.width > 16) __builtin_prefetch(at + 64);
+  __builtin_prefetch(at + 64);
+  at += step;
 }
 
 template <int R>
@@ -103,12 +105,13 @@ PHALANX_INLINE void end(const reg (&acc)[R][kRegisters], float* sums) {
 PHALANX_INLINE reg fused(reg acc, reg w, reg x) { return multiply_add(w, x, acc); }
 
 template <int R, typename Width>
-void multiply_tile(const float* w, Width width, const void* tile, int depth, float* sums, bool carry) {
+void multiply_tile(const float* w, Width width, const void* tile, int depth, float* sums, bool carry,
+                   Fetch fetch) {
   const float* x = static_cast<const float*>(tile);
   reg acc[R][kRegisters];
   begin(acc, sums, carry);
   for (int k = 0; k < depth; ++k, w += width.width, x += R) {
-    fetch_ahead(w, width);
+    fetch_ahead(fetch.at, fetch.step);
     step_all(acc, [&](int j) { return width.template at<reg>(w, j); }, [&](int r) { return reg{} + x[r]; }, fused);
   }
   end(acc, sums);
@@ -126,13 +129,14 @@ PHALANX_INLINE reg pairs(reg acc, __m512i w, __m512i x) {
 }
 
 template <int R, typename Width>
-void multiply_tile(const bf16* w, Width width, const void* tile, int depth, float* sums, bool carry) {
+void multiply_tile(const bf16* w, Width width, const void* tile, int depth, float* sums, bool carry,
+                   Fetch fetch) {
   const char* x = static_cast<const char*>(tile);
   auto number = [&](int r) { return _mm512_set1_epi32(load<int>(x + 4 * r)); };
   reg acc[R][kRegisters];
   begin(acc, sums, carry);
   for (int k = 0; k + 1 < depth; k += 2, w += 2 * width.width, x += 4 * R) {
-    fetch_ahead(w, width);
+    fetch_ahead(fetch.at, fetch.step);
     step_all(acc, [&](int j) { return width.template at<__m512i>(w, j); }, number, pairs);
   }
   if (depth % 2) {
@@ -146,13 +150,14 @@ void multiply_tile(const bf16* w, Width width, const void* tile, int depth, floa
 #else
 
 template <int R, typename Width>
-void multiply_tile(const bf16* w, Width width, const void* tile, int depth, float* sums, bool carry) {
+void multiply_tile(const bf16* w, Width width, const void* tile, int depth, float* sums, bool carry,
+                   Fetch fetch) {
   const float* x = static_cast<const float*>(tile);
   auto number = [&](int r) { return reg{} + x[r]; };
   reg acc[R][kRegisters];
   begin(acc, sums, carry);
   for (int k = 0; k + 1 < depth; k += 2, w += 2 * width.width) {
-    fetch_ahead(w, width);
+    fetch_ahead(fetch.at, fetch.step);
     step_all(acc, [&](int j) { return (reg)(width.template at<word>(w, j) << 16); }, number, fused);
     x += R;
     step_all(acc, [&](int j) { return (reg)(width.template at<word>(w, j) & 0xffff0000u); }, number, fused);
@@ -170,35 +175,85 @@ void multiply_tile(const bf16* w, Width width, const void* tile, int depth, floa
 
 template <int R, typename T, typename Width>
 PHALANX_INLINE void choose_rows(const T* block, Width width, const void* tile, int rows, int depth, float* sums,
-                                bool carry) {
-  if (rows == R) return multiply_tile<R>(block, width, tile, depth, sums, carry);
-  if constexpr (R > 1) choose_rows<R - 1>(block, width, tile, rows, depth, sums, carry);
+                                bool carry, Fetch fetch) {
+  if (rows == R) return multiply_tile<R>(block, width, tile, depth, sums, carry, fetch);
+  if constexpr (R > 1) choose_rows<R - 1>(block, width, tile, rows, depth, sums, carry, fetch);
 }
 
 template <typename T>
-void multiply(const T* block, int width, const void* tile, int rows, int depth, float* sums, bool carry) {
+void multiply(const T* block, int width, const void* tile, int rows, int depth, float* sums, bool carry,
+              Fetch fetch) {
   if (width == kBlockOutputs)
-    choose_rows<kRows>(block, Whole{}, tile, rows, depth, sums, carry);
+    choose_rows<kRows>(block, Whole{}, tile, rows, depth, sums, carry, fetch);
   else
-    choose_rows<kRows>(block, Part{width}, tile, rows, depth, sums, carry);
+    choose_rows<kRows>(block, Part{width}, tile, rows, depth, sums, carry, fetch);
+}
+
+#if defined(__AVX512F__)
+// Rows of 16 words to columns of 16 words.
+PHALANX_INLINE void transpose(__m512i (&v)[16]) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + j + 2]);
+      b[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + j + 2]);
+    }
+  }
+  for (int j = 0; j < 4; ++j) {  // a quarter of b[4 i + j] has the rows 4 i … 4 i + 3 of a column
+    const __m512i even0 = _mm512_shuffle_i32x4(b[j], b[4 + j], 0x88);
+    const __m512i even1 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0x88);
+    const __m512i odd0 = _mm512_shuffle_i32x4(b[j], b[4 + j], 0xdd);
+    const __m512i odd1 = _mm512_shuffle_i32x4(b[8 + j], b[12 + j], 0xdd);
+    v[j] = _mm512_shuffle_i32x4(even0, even1, 0x88);
+    v[4 + j] = _mm512_shuffle_i32x4(odd0, odd1, 0x88);
+    v[8 + j] = _mm512_shuffle_i32x4(even0, even1, 0xdd);
+    v[12 + j] = _mm512_shuffle_i32x4(odd0, odd1, 0xdd);
+  }
+}
+#endif
+
+// to[k][r] = word k of row r, `words` of each: sixteen of them at once by `many(r, k)`, or `one(r, k)`.
+template <typename Many, typename One>
+PHALANX_INLINE void interleave(std::uint32_t* to, int rows, int words, Many many, One one) {
+  int k = 0;
+#if defined(__AVX512F__)
+  const __mmask16 kept = static_cast<__mmask16>((1u << rows) - 1);
+  for (; k + 16 <= words; k += 16) {
+    __m512i v[16];
+    for (int r = 0; r < 16; ++r) v[r] = r < rows ? (__m512i)many(r, k) : _mm512_setzero_si512();
+    transpose(v);
+    for (int i = 0; i < 16; ++i, to += rows) _mm512_mask_storeu_epi32(to, kept, v[i]);
+  }
+#else
+  (void)many;
+#endif
+  for (; k < words; ++k)
+    for (int r = 0; r < rows; ++r) *to++ = one(r, k);
 }
 
 void tile_f32(const float* x, std::size_t stride, int rows, int depth, void* tile) {
-  float* to = static_cast<float*>(tile);
-  for (int k = 0; k < depth; ++k)
-    for (int r = 0; r < rows; ++r) *to++ = x[r * stride + k];
+  interleave(
+      static_cast<std::uint32_t*>(tile), rows, depth,
+      [&](int r, int k) { return load<i32x16>(x + r * stride + k); },
+      [&](int r, int k) { return load<std::uint32_t>(x + r * stride + k); });
 }
 
 void tile_bf16(const bf16* x, std::size_t stride, int rows, int depth, void* tile) {
   std::uint32_t* to = static_cast<std::uint32_t*>(tile);
 #if defined(__AVX512BF16__)
-  for (int k = 0; k + 1 < depth; k += 2)
-    for (int r = 0; r < rows; ++r) *to++ = load<std::uint32_t>(x + r * stride + k);
+  interleave(
+      to, rows, depth / 2, [&](int r, int k) { return load<i32x16>(x + r * stride + 2 * k); },
+      [&](int r, int k) { return load<std::uint32_t>(x + r * stride + 2 * k); });
   if (depth % 2)
-    for (int r = 0; r < rows; ++r) *to++ = x[r * stride + depth - 1];
+    for (int r = 0; r < rows; ++r) to[(depth / 2) * rows + r] = x[r * stride + depth - 1];
 #else
-  for (int k = 0; k < depth; ++k)
-    for (int r = 0; r < rows; ++r) *to++ = static_cast<std::uint32_t>(x[r * stride + k]) << 16;
+  interleave(
+      to, rows, depth, [&](int r, int k) { return (i32x16)from_bf16(load<u16x16>(x + r * stride + k)); },
+      [&](int r, int k) { return static_cast<std::uint32_t>(x[r * stride + k]) << 16; });
 #endif
 }
 
