@@ -26,6 +26,7 @@ from phalanx.distributed.pulse import Pulse
 from phalanx.errors import ConfigError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerStatus
 from phalanx.kernels.library import use_threads
+from phalanx.kernels.matmul import packs
 from phalanx.loading.loader import load_decoder
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import read_spec
@@ -129,8 +130,9 @@ class Worker:
             self.check_memory()
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         use_threads(torch.get_num_threads())
-        if self.device.type == "cpu":
-            check_products(DTYPES[self.config.model.dtype])
+        dtype = DTYPES[self.config.model.dtype]
+        if self.device.type == "cpu" and not packs(dtype, self.device):  # else no product is PyTorch's
+            check_products(dtype)
 
         def loaded(share: float) -> None:
             self.pulse.count += 1  # and no more: what is being loaded is of use in the next epoch too
@@ -149,7 +151,7 @@ class Worker:
             mesh=self.mesh,
             rank=self.rank,
             groups=self.groups,
-            dtype=DTYPES[model.dtype],
+            dtype=dtype,
             device=self.device,
             backend=attention.backend,
             load_format="dummy" if model.load_format == "dummy" else "auto",
