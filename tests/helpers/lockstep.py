@@ -79,6 +79,9 @@ class LockstepGroup:
     def barrier(self) -> None:
         self._all(None)
 
+    def describe(self) -> dict[str, Any]:
+        return {"transport": "lockstep"}
+
 
 def run_ranks(size: int, body: Callable[[LockstepGroup], T]) -> list[T]:
     """`body` on every rank of a group, each on its own thread; the results in rank order, or the first failure."""
