@@ -154,6 +154,8 @@ class SupervisorProcess:
             return
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+        if not self._awake:  # it imports, for seconds, and has no ranks to end
+            self._process.kill()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
