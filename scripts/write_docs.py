@@ -69,8 +69,8 @@ repository on the Hugging Face hub. Without one, the demo model is used: SmolLM2
 |---|---|---|---|
 {rows}
 
-Block types of GGUF files: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K. They are expanded to
-`--dtype` when the file is loaded.
+Block types of GGUF files: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K. They are
+[computed as they are](kernels.md), or expanded to float32 where `--dtype` asks for that.
 
 Not supported: other families, mixture-of-experts models, pictures and sound, LoRA adapters, and checkpoints quantised
 by other means than GGUF. Such a model is refused with a message that names what is missing. Code from a model's
