@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from phalanx.errors import EngineDead, PhalanxError
-from phalanx.executor.base import WorkerStatus
+from phalanx.executor.base import Shares, WorkerStatus
 from phalanx.sampling_params import SamplingParams
 from phalanx.step import TokenLogprobs
 
@@ -118,6 +118,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     load_s: float
     weights: str = ""
     """Of the model's files (`checkpoint.fingerprint`)."""
+    shares: Shares | None = None
+    """Of the model, where they were decided at the start and not by the configuration."""
 
 
 class Recovery(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ from phalanx.engine.core_messages import (
     load_failure,
 )
 from phalanx.engine.engine import Engine
-from phalanx.engine.resolution import splitter
+from phalanx.engine.resolution import sharer, splitter
 from phalanx.errors import EngineDead, InvalidRequest, PhalanxError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied
 from phalanx.executor.choose import make_executor
@@ -83,7 +83,13 @@ def open_engine(
     WorkerDied."""
     begin = time.monotonic()
     executor = make_executor(
-        config, supervisor=supervisor, choose=splitter(config), door=door, replica=replica, life=life
+        config,
+        supervisor=supervisor,
+        choose=splitter(config),
+        share=sharer(config),
+        door=door,
+        replica=replica,
+        life=life,
     )
     try:
         layout = executor.start(config, progress)
@@ -117,6 +123,7 @@ def _info(config: EngineConfig, name: str, layout: CacheLayout, load_s: float, w
         },
         load_s=load_s,
         weights=weights,
+        shares=layout.shares,
     )
 
 

@@ -7,16 +7,20 @@ receives what is decided here.
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig, ServerConfig
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from phalanx.checkpoint.locate import Checkpoint
-    from phalanx.executor.seating import Choice, Choose, Seat
+    from phalanx.executor.launcher import Layout
+    from phalanx.executor.seating import Choice, Choose, Seat, Share
+    from phalanx.planner.memory import Layout as PlannedLayout
+    from phalanx.planner.sharing import Measured
 
 
 def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
@@ -30,30 +34,64 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
 def splitter(config: EngineConfig) -> Choose:
     """How the model of `config` (resolved) is split when places for its ranks are lost. Reads the model's description
     when it is first needed."""
-    known: list[Checkpoint] = []
+    described = _description(config)
 
     def choose(seats: Sequence[Seat]) -> Choice:
-        from phalanx.checkpoint.locate import locate
-        from phalanx.distributed.mesh import Mesh
-        from phalanx.executor.launcher import Layout
         from phalanx.executor.seating import Choice, NoFit
         from phalanx.planner.resolution import spec_of, split_anew
         from phalanx.planner.resplit import TooLittle
 
-        model = config.model
-        if not known:
-            known.append(locate(model.model, revision=model.revision))
         try:
-            found = split_anew(
-                config, spec_of(config, known[0]), {seat.number: (seat.node, seat.memory) for seat in seats}
-            )
+            spec = spec_of(config, described())
+            found = split_anew(config, spec, {seat.number: _measured(seat) for seat in seats})
         except TooLittle as error:
             raise NoFit(str(error)) from None
-        shape = found.plan.budget.layout
-        layout = Layout(Mesh.of_widths(shape.widths), shape.tensor_weights, shape.stage_layers)
-        return Choice(layout, tuple(seats[n].number for n in found.used), found.longest)
+        return Choice(_layout(found.plan.budget.layout), tuple(seats[n].number for n in found.used), found.longest)
 
     return choose
+
+
+def sharer(config: EngineConfig) -> Share | None:
+    """How the model of `config` (resolved) is shared out among ranks when it is known what they have; None where that
+    is decided already."""
+    from phalanx.planner.resolution import is_shared_out_later
+
+    if not is_shared_out_later(config.parallel):
+        return None
+    described = _description(config)
+
+    def share(seats: Sequence[Seat]) -> tuple[Layout, str]:
+        from phalanx.planner.resolution import shared_out, spec_of
+
+        layout, why = shared_out(config, spec_of(config, described()), [_measured(seat) for seat in seats])
+        return _layout(layout), why
+
+    return share
+
+
+def _description(config: EngineConfig) -> Callable[[], Checkpoint]:
+    """The model's; looked for when it is first called."""
+
+    @cache
+    def read() -> Checkpoint:
+        from phalanx.checkpoint.locate import locate
+
+        return locate(config.model.model, revision=config.model.revision)
+
+    return read
+
+
+def _measured(seat: Seat) -> Measured:
+    from phalanx.planner.sharing import Measured
+
+    return Measured(seat.node, seat.memory, seat.speed)
+
+
+def _layout(planned: PlannedLayout) -> Layout:
+    from phalanx.distributed.mesh import Mesh
+    from phalanx.executor.launcher import Layout
+
+    return Layout(Mesh.of_widths(planned.widths), planned.tensor_weights, planned.stage_layers)
 
 
 def _with_ray(config: EngineConfig) -> EngineConfig:

@@ -17,6 +17,17 @@ from phalanx.errors import PhalanxError
 from phalanx.step import StepPlan, StepResult
 
 
+class Shares(msgspec.Struct, frozen=True):
+    """How the model was shared out, where that was decided when ranks had their places."""
+
+    tensor_weights: tuple[tuple[float, ...], ...]
+    """Of each stage's tensor ranks."""
+    stage_layers: tuple[int, ...]
+    """Empty for one stage."""
+    why: str
+    """Such as "by measured speed 1.00 / 0.40"."""
+
+
 class CacheLayout(msgspec.Struct, frozen=True):
     """The KV cache that all ranks have: what the engine may hand out."""
 
@@ -30,6 +41,8 @@ class CacheLayout(msgspec.Struct, frozen=True):
     prompt_classes: tuple[int, ...] = ()
     """Prompt lengths above which the same tokens have other keys (models that stretch long prompts), ascending:
     requests on two sides of one share no cached blocks."""
+    shares: Shares | None = None
+    """Of the model, where they were decided in the first epoch, which this is."""
 
 
 class WorkerStatus(msgspec.Struct):

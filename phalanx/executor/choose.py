@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import socket
 
     from phalanx.executor.multiprocess import SupervisorProcess
-    from phalanx.executor.seating import Choose
+    from phalanx.executor.seating import Choose, Share
 
 
 def make_executor(
@@ -20,15 +20,17 @@ def make_executor(
     *,
     supervisor: SupervisorProcess | None = None,
     choose: Choose | None = None,
+    share: Share | None = None,
     door: socket.socket | None = None,
     replica: int = 0,
     life: int = 1,
 ) -> Executor:
     """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none.
-    `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. Other nodes
-    call at `door`, if it is open already, for `replica`; in a later `life` those that do not come back are done
-    without. Raises ConfigError for a layout that the model cannot be cut into, before any rank starts, and
-    CheckpointError when the model cannot be read."""
+    `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. `share`
+    decides automatic shares that are still open, when ranks have places; without it they are equal. Other nodes call at
+    `door`, if it is open already, for `replica`; in a later `life` those that do not come back are done without. Raises
+    ConfigError for a layout that the model cannot be cut into, before any rank starts, and CheckpointError when the
+    model cannot be read."""
     parallel = config.parallel
     if supervisor is not None and not parallel.forks_ranks(replica):
         supervisor.close()
@@ -47,12 +49,16 @@ def make_executor(
     if backend == "ray":
         from phalanx.executor.ray import ray_executor
 
-        return ray_executor(config, layout, choose=choose, patience=patience)
+        return ray_executor(config, layout, choose=choose, share=share, patience=patience)
     if parallel.nodes_of(replica) != range(1):
         from phalanx.executor.nodes import nodes_executor
 
-        return nodes_executor(config, layout, choose=choose, door=door, replica=replica, patience=patience)
-    return multiprocess_executor(layout, device=config.model.device, supervisor=supervisor, choose=choose)
+        return nodes_executor(
+            config, layout, choose=choose, share=share, door=door, replica=replica, patience=patience
+        )  # fmt: skip
+    return multiprocess_executor(
+        layout, device=config.model.device, supervisor=supervisor, choose=choose, share=share
+    )  # fmt: skip
 
 
 def _check(config: EngineConfig, mesh: Mesh) -> None:

@@ -36,7 +36,7 @@ from phalanx.executor.blame import failure
 from phalanx.executor.deadlines import Awaited, Bounds, Verdict, Vigil, asks_every, join_bound
 from phalanx.executor.death import kind_of
 from phalanx.executor.launcher import Launcher, Layout
-from phalanx.executor.members import Member, Watch, check_versions, check_weights, shared_progress
+from phalanx.executor.members import Member, Watch, cache_layout, check_versions, check_weights, shared_progress
 from phalanx.executor.messages import (
     RESULT,
     AbortEpoch,
@@ -59,7 +59,7 @@ from phalanx.executor.messages import (
     decode_from_rank,
 )
 from phalanx.executor.pending import Pending
-from phalanx.executor.seating import Choice, Choose, Seating
+from phalanx.executor.seating import Choice, Choose, Seating, Share
 from phalanx.executor.traffic import Traffic
 from phalanx.step import StepPlan, StepResult, decode_result
 from phalanx.step import encode as encode_step
@@ -78,9 +78,11 @@ class HubExecutor:
     def __init__(
         self, launcher: Launcher, layout: Layout, *,
         encrypt: bool = False, exchange_timeout: float = 300.0, key: bytes = b"", choose: Choose | None = None,
+        share: Share | None = None,
     ):  # fmt: skip
         """`exchange_timeout` in seconds bounds every wait for another rank within a step. Ranks prove `key` to join;
-        without one, a new one is made. Without `choose`, the layout stays as it is, whatever is lost."""
+        without one, a new one is made. Without `choose`, the layout stays as it is, whatever is lost; with `share` too
+        it is shared out when ranks have their places."""
         self.max_in_flight = layout.mesh.pp
         self._launcher, self._layout = launcher, layout
         self._encrypt, self._exchange_timeout = encrypt, exchange_timeout
@@ -111,7 +113,7 @@ class HubExecutor:
         self._host: str | None = None
         self._key = key or secrets.token_bytes(32)
         self._watch: Watch | None = None
-        self._choose, self._whole = choose, layout
+        self._choose, self._share, self._whole = choose, share, layout
         self._seating: Seating | None = None
         self._blocks, self._most_blocks = 0, _NO_LIMIT
         """Of the cache, and how many it may have after ranks have been ended for want of memory."""
@@ -136,11 +138,13 @@ class HubExecutor:
         if self._choose is not None:
             self._launcher.assign(range(len(self._members)))
             patience = config.recovery.replacement_timeout
-            self._seating = Seating(self._layout, self._launcher, self._choose, patience)
+            self._seating = Seating(self._layout, self._launcher, self._choose, patience, self._share)
         try:
             self._watch = self._listen()
-            if self._seating is not None and self._seating.begin():
-                self._move(self._seating.now)
+            if self._seating is not None:
+                if self._seating.begin():
+                    self._move(self._seating.now)
+                self._layout = self._seating.now.layout
             layout = self._begin(0)
         except BaseException:
             self.close()
@@ -148,7 +152,7 @@ class HubExecutor:
         finally:
             self._progress = None
         log.info("%s", self._vigil.bounds)
-        return layout
+        return layout if self._seating is None else msgspec.structs.replace(layout, shares=self._seating.shares)
 
     def _listen(self) -> Watch:
         self._host = host = self._launcher.host
@@ -261,9 +265,7 @@ class HubExecutor:
         if self._seating is not None:
             statuses = [m.ready.status for m in self._members if m.ready is not None]
             self._seating.ready([status.memory for status in statuses], [status.device for status in statuses])
-        layouts = [m.ready.layout for m in self._members if m.ready is not None]
-        reported = layouts[self._layout.mesh.reporter]
-        return msgspec.structs.replace(reported, bytes_per_block=sum(each.bytes_per_block for each in layouts))
+        return cache_layout(self._members, self._layout.mesh.reporter)
 
     def _seat(self) -> bool:
         """The epoch before is over, and there is a place for every rank: lost ones go where they were, or all begin
@@ -289,9 +291,7 @@ class HubExecutor:
             self._layout, self._members = choice.layout, [Member(rank) for rank in range(len(choice.seats))]
         self.max_in_flight, self._longest = choice.layout.mesh.pp, choice.longest
         self._most_blocks, self._wants = _NO_LIMIT, ""
-        nodes = ", ".join(dict.fromkeys(self._launcher.node(seat) for seat in choice.seats))
-        limit = f" There is room for requests of {choice.longest} tokens; longer ones wait." if choice.longest else ""
-        log.warning("The model is split anew: %s, on %s.%s", choice.layout, nodes, limit)
+        log.warning("The model is split anew: %s", choice.told(self._launcher))
 
     def _not_begun(self, error: PhalanxError) -> tuple[PhalanxError, bool]:
         """What to raise when an epoch could not begin because of `error`: that of one rank, however it failed. And

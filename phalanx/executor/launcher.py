@@ -9,6 +9,7 @@ import msgspec
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.executor.messages import RankStart
+from phalanx.worker.capacity import Capacity
 
 
 class Layout(msgspec.Struct, frozen=True):
@@ -35,7 +36,7 @@ class Layout(msgspec.Struct, frozen=True):
 class Launcher(Protocol):
     """Starts and ends rank processes. A rank's death is noticed by the hub; the launcher knows what it died of.
 
-    Ranks are in seats, at first rank r in seat r (`phalanx.executor.seating`). The last three methods are only called
+    Ranks are in seats, at first rank r in seat r (`phalanx.executor.seating`). The last four methods are only called
     where the layout may change."""
 
     @property
@@ -72,4 +73,9 @@ class Launcher(Protocol):
 
     def node(self, seat: int) -> str:
         """The name of its node, for people."""
+        ...
+
+    def capacity(self, seat: int) -> Capacity | None:
+        """The device that a rank there has, or has with others, as its node measured it; None where nobody did. Known
+        after `host`."""
         ...

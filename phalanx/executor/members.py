@@ -28,7 +28,7 @@ from phalanx.distributed.address import Address, node_id
 from phalanx.distributed.transports.abort import Abort, GroupBroken, Unreachable
 from phalanx.distributed.transports.secure_stream import SecureStream, Steps
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.executor.base import WorkerStatus
+from phalanx.executor.base import CacheLayout, WorkerStatus
 from phalanx.executor.messages import (
     LIMIT,
     MESSAGE,
@@ -185,6 +185,12 @@ def check_weights(members: Sequence[Member], first: str) -> str:
         if member.stream is not None:
             member.stream.shut()
     raise error
+
+
+def cache_layout(members: Sequence[Member], reporter: int) -> CacheLayout:
+    """What all ranks have, which are ready: as the reporter says, with the bytes of all."""
+    layouts = [m.ready.layout for m in members if m.ready is not None]
+    return msgspec.structs.replace(layouts[reporter], bytes_per_block=sum(each.bytes_per_block for each in layouts))
 
 
 def shared_progress(members: Sequence[Member], phase: str) -> float | None:

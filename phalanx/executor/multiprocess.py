@@ -24,8 +24,9 @@ from phalanx.executor.death import describe
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
-from phalanx.executor.seating import Choose
+from phalanx.executor.seating import Choose, Share
 from phalanx.executor.supervisor import Awake, Ended, Kill, Launch, Started, decode_from_supervisor, receive, send
+from phalanx.worker.capacity import Capacity, measure, of_place
 from phalanx.worker.limits import usable_cores
 
 log = logging.getLogger(__name__)
@@ -218,10 +219,12 @@ class SupervisorLauncher:
     host: str | None = None
 
     def __init__(
-        self, world_size: int, device: str, *, supervisor: SupervisorProcess | None = None, keep: bool = False
-    ):
+        self, world_size: int, device: str, *, supervisor: SupervisorProcess | None = None, keep: bool = False,
+        measured: Sequence[Capacity] = (),
+    ):  # fmt: skip
         """`device` decides whether ranks can be forked. A `supervisor` that is given is used by nobody else in the
-        meantime; with `keep` it stays when this is closed."""
+        meantime; with `keep` it stays when this is closed. `measured` is what this node has, where that matters."""
+        self._measured = measured
         self._fork = device == "cpu"
         self._supervisor = supervisor or SupervisorProcess(zygote=self._fork)
         self._keep = keep
@@ -245,6 +248,10 @@ class SupervisorLauncher:
 
     def node(self, seat: int) -> str:
         return platform.node()
+
+    def capacity(self, seat: int) -> Capacity | None:
+        """As in `hub.Launcher`."""
+        return of_place(self._measured, seat)
 
     def kill(self, rank: int) -> None:
         self._supervisor.kill(rank)
@@ -292,8 +299,11 @@ def core_plan(cores: Sequence[int], ranks: int) -> list[tuple[tuple[int, ...], i
 
 
 def multiprocess_executor(
-    layout: Layout, *, device: str, supervisor: SupervisorProcess | None = None, choose: Choose | None = None
-) -> HubExecutor:
-    """A `supervisor` that was started early ends with the executor."""
-    launcher = SupervisorLauncher(layout.mesh.world_size, device, supervisor=supervisor)
-    return HubExecutor(launcher, layout, choose=choose)
+    layout: Layout, *, device: str, supervisor: SupervisorProcess | None = None, choose: Choose | None = None,
+    share: Share | None = None,
+) -> HubExecutor:  # fmt: skip
+    """A `supervisor` that was started early ends with the executor. Where shares are open, which they are only for one
+    of several replicas, this node is measured."""
+    measured = () if share is None else measure(device)
+    launcher = SupervisorLauncher(layout.mesh.world_size, device, supervisor=supervisor, measured=measured)
+    return HubExecutor(launcher, layout, choose=choose, share=share)

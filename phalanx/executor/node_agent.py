@@ -53,7 +53,7 @@ from phalanx.executor.node_messages import (
     encode,
 )
 from phalanx.executor.probing import ProbeDoor, probe_all
-from phalanx.executor.survey import survey, versions
+from phalanx.executor.survey import measured, survey, versions
 
 JOIN_LIMIT_S = 600.0
 REPORT_S = 10.0
@@ -239,7 +239,8 @@ class NodeAgent:
 
     def _find_model(self, supervisor: SupervisorProcess) -> None:
         try:
-            prepared = Prepared(survey(self._prepare()))
+            config = self._prepare()
+            prepared = Prepared(survey(config), capacity=measured(config))
             supervisor.await_awake(_AWAKE_S)  # a node that comes back is given ranks at once, and others wait for them
             self._say("the model is here; waiting for the other nodes.")
         except PhalanxError as error:

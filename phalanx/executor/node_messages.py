@@ -12,6 +12,7 @@ from __future__ import annotations
 import msgspec
 
 from phalanx.executor.messages import RankStart
+from phalanx.worker.capacity import Capacity
 
 FRAME = 1
 LIMIT = 1 << 22
@@ -53,12 +54,14 @@ class NodeHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
-    """The node has found the model, or has not: `failure` says why, `lacks` names a path that is not there."""
+    """The node has found the model, or has not: `failure` says why, `lacks` names a path that is not there. Where
+    shares are automatic, `capacity` is what it has for ranks, measured: its devices, a host's processor as one."""
 
     survey: Survey | None = None
     failure: str = ""
     fix: str | None = None
     lacks: str = ""
+    capacity: list[Capacity] = []
 
 
 class Unreachable(msgspec.Struct, frozen=True):

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 
 from phalanx.distributed.transports.abort import GroupBroken
 from phalanx.distributed.transports.secure_stream import SecureStream
-from phalanx.executor.node_messages import BEAT_S, FRAME, NodeHello, Prepared, Probed, ToNode, encode
+from phalanx.errors import ConfigError
+from phalanx.executor.node_messages import BEAT_S, FRAME, NodeHello, Prepared, Probed, Survey, ToNode, encode
+from phalanx.executor.survey import difference
 
 SAY_S = 5.0
 
@@ -43,6 +45,20 @@ class Node:
     @property
     def short(self) -> str:
         return f"node {self.hello.node} ({self.hello.name})"
+
+    def unfit(self, ours: Survey, here: str) -> ConfigError | None:
+        """Why it cannot have ranks, once it has looked; `ours` is what the node `here` has found."""
+        prepared, name = self.prepared, f"{self.short[:1].upper()}{self.short[1:]}"
+        if prepared is None:
+            return None
+        if prepared.lacks:
+            return ConfigError(
+                f"{name} lacks {prepared.lacks}.",
+                fix=f"Put the model on {self.hello.name}, at the same path as on the other nodes.",
+            )
+        if prepared.survey is None:
+            return ConfigError(f"{name} cannot use the model: {prepared.failure}", fix=prepared.fix)
+        return difference(ours, prepared.survey, here, self.short)
 
     def say(self, message: ToNode) -> None:
         """A node that is gone is noticed by who listens to it; nothing is raised here."""

@@ -54,15 +54,16 @@ from phalanx.executor.node_messages import (
     Refused,
     StartRanks,
     Stop,
-    Survey,
     Target,
     Welcome,
     decode_from_node,
 )
 from phalanx.executor.node_record import SAY_S, Node, RankProcess, why_silent
 from phalanx.executor.probing import ProbeDoor, broken_pairs, probe_all
-from phalanx.executor.seating import Choose
-from phalanx.executor.survey import difference, survey, version_difference, versions
+from phalanx.executor.seating import Choose, Share
+from phalanx.executor.survey import measured, survey, version_difference, versions
+from phalanx.worker.capacity import Capacity, of_place
+from phalanx.worker.limits import usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,8 @@ class NodesLauncher:
         self._seats: tuple[int, ...] = tuple(range(layout.mesh.world_size))
         """Of each rank."""
         self._probing = threading.Lock()
+        self._measured: list[Capacity] = []
+        """What this node has."""
         self._supervisor = SupervisorProcess(zygote=config.model.device == "cpu")
         self._local: SupervisorLauncher | None = None
         self._lives = itertools.count()
@@ -137,6 +140,11 @@ class NodesLauncher:
     def hub_key(self) -> bytes:
         """What ranks prove to the executor; every node can work it out, so that it is never sent."""
         return derive(self._session_key, "hub")
+
+    @property
+    def _short(self) -> str:
+        """This node, as `Node.short` has the others."""
+        return f"node 0 ({self._name})"
 
     # -- the launcher's methods
 
@@ -221,6 +229,14 @@ class NodesLauncher:
         there = self._nodes.get(index)
         return self._name if index == 0 else there.hello.name if there else f"node {index}"
 
+    def capacity(self, seat: int) -> Capacity | None:
+        """As in `hub.Launcher`."""
+        index, found = self._node_index(seat), self._measured
+        if index:
+            node = self._nodes.get(index)
+            found = node.prepared.capacity if node is not None and node.prepared is not None else []
+        return of_place(found, seat - self._seats_of(index).start)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -244,11 +260,12 @@ class NodesLauncher:
     def gather(self) -> None:
         """Wait for all nodes, see that they fit, and deal the ranks. Raises ConfigError; the nodes have been told."""
         try:
+            self._measured = measured(self._config) if 0 in self._own else []
             self._await_nodes()
             ours = survey(self._config)
             self._await("find the model", lambda node: node.prepared is not None)
             for node in self._in_order():
-                if error := self._unfit(node, ours):
+                if error := node.unfit(ours, self._short):
                     raise error
             self._probe()
             for node in self._in_order():
@@ -260,7 +277,7 @@ class NodesLauncher:
         groups = self._layout.mesh.widths * (self._layout.mesh.dp * self._layout.mesh.cp)
         cores = {number: node.hello.cores for number, node in self._nodes.items()}
         if 0 in self._own:
-            cores[0] = _cores()
+            cores[0] = usable_cores()
         # Nodes that are not here have their seats too: these are free to use when they come.
         dealt = dict(zip(self._own, deal(groups, [cores.get(n, min(cores.values())) for n in self._own]), strict=True))
         counts = tuple(dealt.get(number, 0) for number in range(self._nnodes))
@@ -330,23 +347,10 @@ class NodesLauncher:
                 said = now
                 log.info("Waiting for %s to %s (%.0f s).", names, what, now - begin)
 
-    def _unfit(self, node: Node, ours: Survey) -> ConfigError | None:
-        prepared, here = node.prepared, f"node 0 ({self._name})"
-        if prepared is None:
-            return None
-        if prepared.lacks:
-            return ConfigError(
-                f"{_capital(node.short)} lacks {prepared.lacks}.",
-                fix=f"Put the model on {node.hello.name}, at the same path as on the other nodes.",
-            )
-        if prepared.survey is None:
-            return ConfigError(f"{_capital(node.short)} cannot use the model: {prepared.failure}", fix=prepared.fix)
-        return difference(ours, prepared.survey, here, node.short)
-
     def _readmit(self, node: Node) -> None:
         """A node that joined later than the others, and has found the model: may it have ranks?"""
         try:
-            if error := self._unfit(node, survey(self._config)):
+            if error := node.unfit(survey(self._config), self._short):
                 raise error
             with self._probing:
                 self._probe(node)
@@ -383,7 +387,7 @@ class NodesLauncher:
             failures |= {node.hello.node: node.probed.failures for node in nodes if node.probed is not None}
         finally:
             door.close()
-        names = {0: f"node 0 ({self._name})", **{n: node.short for n, node in self._nodes.items()}}
+        names = {0: self._short, **{n: node.short for n, node in self._nodes.items()}}
         if error := broken_pairs(failures, targets, names):
             raise error
 
@@ -479,7 +483,7 @@ class NodesLauncher:
                 fix="Give each node a --node-rank of its own.",
             )
         name = f"node {hello.node} ({hello.name})"
-        return version_difference(self._versions, hello.versions, f"node 0 ({self._name})", name)
+        return version_difference(self._versions, hello.versions, self._short, name)
 
     def _refuse(self, what: str) -> None:
         with self._changed:
@@ -571,21 +575,16 @@ class NodesLauncher:
 
 def nodes_executor(
     config: EngineConfig, layout: Layout, *,
-    choose: Choose | None = None, door: socket.socket | None = None, replica: int = 0, patience: float | None = None,
+    choose: Choose | None = None, share: Share | None = None, door: socket.socket | None = None, replica: int = 0,
+    patience: float | None = None,
 ) -> HubExecutor:  # fmt: skip
     """For node 0 of several, as its launcher. Raises ConfigError for an address or a port that cannot be used."""
     launcher = NodesLauncher(config, layout, door=door, replica=replica, patience=patience)
     executor = HubExecutor(
-        launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key, choose=choose
+        launcher, layout, encrypt=config.parallel.encrypt_transport, key=launcher.hub_key, choose=choose, share=share
     )
     launcher.on_loss = executor.hang_up
     return executor
-
-
-def _cores() -> int:
-    from phalanx.worker.limits import usable_cores
-
-    return usable_cores()
 
 
 def _ranks(first: int, count: int) -> str:

@@ -22,8 +22,9 @@ from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
 from phalanx.executor.ray_places import Place, RayPlaces, death_in_words
-from phalanx.executor.seating import Choose
+from phalanx.executor.seating import Choose, Share
 from phalanx.executor.survey import difference, survey, version_difference, versions
+from phalanx.worker.capacity import Capacity
 
 _KILL_S = 2.0
 
@@ -141,6 +142,20 @@ class RayLauncher:
     def node(self, seat: int) -> str:
         return self._places.places[seat].site.name
 
+    def capacity(self, seat: int) -> Capacity | None:
+        """As in `hub.Launcher`. Where a rank has fewer threads than its part of the node's cores, it is as fast as
+        these."""
+        said = self._places.places[seat].said
+        found = None if said is None else said.capacity
+        if said is None or found is None or not found.is_plausible:
+            return None
+        threads, cores = _threads(self._config.parallel), found.cores
+        if threads is None or found.speed is None or not cores:
+            return found
+        places = self._places.places.values()
+        sharers = sum(place.said is not None and place.said.node == said.node for place in places)
+        return msgspec.structs.replace(found, speed=found.speed * min(1.0, threads * sharers / cores))
+
     def _place(self, rank: int) -> Place | None:
         return self._places.places.get(self._seats[rank]) if rank < len(self._seats) else None
 
@@ -158,8 +173,9 @@ def _threads(parallel: ParallelConfig) -> int | None:
 
 
 def ray_executor(
-    config: EngineConfig, layout: Layout, *, choose: Choose | None = None, patience: float | None = None
-) -> HubExecutor:
+    config: EngineConfig, layout: Layout, *,
+    choose: Choose | None = None, share: Share | None = None, patience: float | None = None,
+) -> HubExecutor:  # fmt: skip
     """`config` is resolved; `patience` as for its places."""
     launcher = RayLauncher(config, layout, patience=patience)
-    return HubExecutor(launcher, layout, encrypt=config.parallel.encrypt_transport, choose=choose)
+    return HubExecutor(launcher, layout, encrypt=config.parallel.encrypt_transport, choose=choose, share=share)

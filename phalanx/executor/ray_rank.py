@@ -23,6 +23,7 @@ from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorProcess, place_ranks
 from phalanx.executor.node_messages import Survey
 from phalanx.executor.survey import survey, versions
+from phalanx.worker.capacity import Capacity, is_wanted, measure
 
 _HOURS_S = 3600.0
 
@@ -41,6 +42,8 @@ class Introduction(msgspec.Struct, frozen=True):
     survey: Survey | None = None
     failure: str = ""
     """Why there is no survey: what is wrong with the model here."""
+    capacity: Capacity | None = None
+    """Of the device that a rank has here; only where shares are automatic."""
 
 
 class RankActor:
@@ -58,11 +61,13 @@ class RankActor:
         said = Introduction(
             platform.node(), node_id(), os.getpid(), {"Ray": ray.__version__, **versions()}, _address(towards)
         )
+        told = msgspec.msgpack.decode(config, type=EngineConfig)
         try:
-            found = survey(msgspec.msgpack.decode(config, type=EngineConfig))
+            found = survey(told)
         except PhalanxError as error:
             return msgspec.msgpack.encode(msgspec.structs.replace(said, failure=error.message))
-        return msgspec.msgpack.encode(msgspec.structs.replace(said, survey=found))
+        capacity = next(iter(measure(told.model.device)), None) if is_wanted(told.parallel) else None
+        return msgspec.msgpack.encode(msgspec.structs.replace(said, survey=found, capacity=capacity))
 
     def live(self, start: bytes, place: int, ranks: int, threads: int | None) -> str:
         """Start a rank, the `place`-th of `ranks` on this machine, and return what it died of. `threads` replaces the

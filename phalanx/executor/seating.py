@@ -9,16 +9,20 @@ split over given seats is decided above (`Choose`), where the model and the plan
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.errors import NotEnoughMemory
-from phalanx.executor.base import NoCapacity
+from phalanx.errors import NotEnoughMemory, UserError
+from phalanx.executor.base import NoCapacity, Shares
 from phalanx.executor.launcher import Launcher, Layout
+from phalanx.worker.capacity import Capacity
 from phalanx.worker.limits import Memory
+
+log = logging.getLogger(__name__)
 
 TRIES = 2
 """Starts in a row that may fail in a place, before it is given up."""
@@ -39,6 +43,8 @@ class Seat:
     node: str
     memory: Memory | None
     """Bytes without ranks of ours, where that is known; several seats of a host have a part of its memory each."""
+    speed: float | None = None
+    """As in `Capacity`, where that was measured; several seats of a host have a part of it each."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,12 @@ class Choice:
     longest: int = 0
     """Tokens of the longest request that is sure to fit; 0 where that is --max-model-len."""
 
+    def told(self, places: Launcher) -> str:
+        """For people."""
+        nodes = ", ".join(dict.fromkeys(places.node(seat) for seat in self.seats))
+        limit = f" There is room for requests of {self.longest} tokens; longer ones wait." if self.longest else ""
+        return f"{self.layout}, on {nodes}.{limit}"
+
 
 class NoFit(Exception):
     """The model does not fit; the text says what is missing."""
@@ -56,6 +68,10 @@ class NoFit(Exception):
 
 Choose = Callable[[Sequence[Seat]], Choice]
 """Splits the model over some of these seats. Raises NoFit."""
+
+Share = Callable[[Sequence[Seat]], tuple[Layout, str]]
+"""Shares for all of these seats, when ranks have places and are not started yet; and why they are so. Raises UserError
+for a model that does not fit."""
 
 
 @dataclass
@@ -67,8 +83,13 @@ class _Rest:
 class Seating:
     """The seats of one executor. `patience` in seconds is how long a lost place is waited for."""
 
-    def __init__(self, layout: Layout, places: Launcher, choose: Choose, patience: float):
+    def __init__(
+        self, layout: Layout, places: Launcher, choose: Choose, patience: float, share: Share | None = None
+    ):  # fmt: skip
         self._whole, self._places, self._choose, self._patience = layout, places, choose, patience
+        self._share = share
+        self.shares: Shares | None = None
+        """Of the layout with all seats, where `share` has decided them."""
         self._all = tuple(range(layout.mesh.world_size))
         self.now = Choice(layout, self._all)
         self._since: float | None = None
@@ -90,16 +111,31 @@ class Seating:
         return self.now.seats == self._all
 
     def begin(self) -> bool:
-        """Before the first start: whether there is no place for some ranks, so that `now` is another layout. Raises
-        NotEnoughMemory when the model does not fit what is there."""
+        """Before the first start: decide shares that are not decided, and whether there is no place for some ranks, so
+        that `now` is another layout. Raises NotEnoughMemory when the model does not fit what is there."""
         usable = self.usable()
         if usable >= set(self._all):
+            self._share_out()
+            self.now = Choice(self._whole, self._all)
             return False
         try:
             self.now = self._choice(usable)
         except NoFit as error:
             raise NotEnoughMemory(f"The model does not fit the places that are there: {error}.") from None
         return True
+
+    def _share_out(self) -> None:
+        """Raises UserError."""
+        if self._share is None or self.shares is not None:
+            return
+        seats = []
+        for seat in self._all:
+            found = self._capacity(seat, self._all)
+            memory, speed = (None, None) if found is None else (found.memory, found.speed)
+            seats.append(Seat(seat, self._places.node(seat), memory, speed))
+        self._whole, why = self._share(seats)
+        self.shares = Shares(self._whole.tensor_weights, self._whole.stage_layers, why)
+        log.log(logging.INFO if all(seat.memory for seat in seats) else logging.WARNING, "Shares are %s.", why)
 
     def settle(self, lost: Iterable[int], over: Callable[[], bool]) -> bool:
         """What to do now that these ranks are lost. False: start them again, where they were. True: `now` is another
@@ -155,6 +191,10 @@ class Seating:
 
     def _choice(self, usable: set[int]) -> Choice:
         if usable == set(self._all):
+            try:
+                self._share_out()  # some may have been missing from the start
+            except UserError as error:
+                raise NoFit(error.message) from None
             return Choice(self._whole, self._all)
         if not usable:
             raise NoFit("a place for at least one rank")
@@ -211,7 +251,18 @@ class Seating:
     # -- memory
 
     def _offers(self, seats: Sequence[int]) -> list[Seat]:
-        return [Seat(seat, self._places.node(seat), self._room(seat, seats)) for seat in seats]
+        offers = []
+        for seat in seats:
+            found = self._capacity(seat, seats)
+            speed = None if found is None else found.speed
+            offers.append(Seat(seat, self._places.node(seat), self._room(seat, seats), speed))
+        return offers
+
+    def _capacity(self, seat: int, seats: Sequence[int]) -> Capacity | None:
+        """What a rank there has where `seats` are used."""
+        found = self._places.capacity(seat)
+        node = self._places.node(seat)
+        return None if found is None else found.part(sum(self._places.node(s) == node for s in seats))
 
     def _room(self, seat: int, seats: Sequence[int]) -> Memory | None:
         """What ranks had and what was free beside them when they were ready last. A host's memory is its ranks' in

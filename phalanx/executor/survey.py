@@ -16,6 +16,7 @@ from phalanx.checkpoint.locate import locate
 from phalanx.config import EngineConfig
 from phalanx.errors import ConfigError
 from phalanx.executor.node_messages import FileFact, Survey
+from phalanx.worker.capacity import Capacity, is_wanted, measure
 
 _BEGINNING = 1 << 20
 
@@ -49,6 +50,11 @@ def survey(config: EngineConfig) -> Survey:
         "--encrypt-transport": str(parallel.encrypt_transport).lower(),
     }
     return Survey(facts, [_fact(path) for path in checkpoint.weight_files])
+
+
+def measured(config: EngineConfig) -> list[Capacity]:
+    """What this node has for ranks; nothing where shares are decided by the configuration (resolved)."""
+    return measure(config.model.device) if is_wanted(config.parallel) else []
 
 
 def _fact(path: Path) -> FileFact:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from phalanx.config import parse_size
 from phalanx.errors import ConfigError
+from phalanx.worker import capacity
 from phalanx.worker.limits import Memory
 
 MAX_DEVICES = 4096
@@ -160,23 +160,7 @@ def of_this_machine(kind: str, ranks: int, host: Memory, *, node: str, gpus: Seq
     if kind == "cpu":
         share = Memory(host.total // ranks, host.available // ranks)
         return (Device("cpu", "cpu", share, None, node),) * ranks
-    found = _nvidia(node)
+    found = [Device(gpu.name, "cuda", gpu.memory, None, node) for gpu in capacity.gpus()]
     if gpus is not None:
         found = [found[number] for number in gpus if number < len(found)]
     return tuple(found[:ranks]) if len(found) >= ranks else None
-
-
-def _nvidia(node: str) -> list[Device]:
-    """The GPUs that the driver's own tool lists; none when it is not there or does not answer."""
-    query = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    devices = []
-    for line in done.stdout.splitlines():
-        fields = [field.strip() for field in line.rsplit(",", 2)]
-        if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
-            memory = Memory(int(fields[1]) * 2**20, int(fields[2]) * 2**20)
-            devices.append(Device(fields[0], "cuda", memory, None, node))
-    return devices

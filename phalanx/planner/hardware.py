@@ -1,8 +1,8 @@
 """What this machine has: cores, memory, instruction sets, a GPU or none. Found in milliseconds and without torch.
 
 Covers what the configuration is resolved against (`phalanx.config.resolve`) and what `doctor` and `collect-env` show.
-Also measures, when asked, how fast the processor reads memory. Does not cover other machines, or the details of a GPU:
-those need torch.
+Does not cover other machines, the details of a GPU (those need torch), or how fast the processor reads memory
+(`phalanx.worker.capacity`).
 
 Limits of a container count: cores are those the process may run on, capped by its CPU quota; memory is capped by the
 tightest control group above the process, versions 1 and 2.
@@ -20,9 +20,6 @@ from pathlib import Path
 
 _NATIVE_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Names of the bfloat16 product instructions in /proc/cpuinfo: x86 `flags`, and `bf16` of arm64 `Features`."""
-
-_READ_BYTES = 64 * 2**20
-"""Of each thread: more than a core's part of any cache."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +55,6 @@ def detect(root: Path = Path("/")) -> Hardware:
         memory_available=available,
         architecture=platform.machine(),
     )
-
-
-def read_speed(cores: int, seconds: float = 0.1) -> float:
-    """Bytes per second that `cores` threads read from memory together, measured for `seconds`."""
-    import time
-    from concurrent.futures import ThreadPoolExecutor
-
-    import numpy as np
-
-    def read() -> tuple[int, float]:
-        block = np.ones(_READ_BYTES // 8)
-        begin, count = time.perf_counter(), 0
-        while count == 0 or time.perf_counter() - begin < seconds:
-            block.max()  # releases the interpreter, and needs each number once
-            count += 1
-        return count * block.nbytes, time.perf_counter() - begin
-
-    with ThreadPoolExecutor(cores) as threads:
-        return sum(size / taken for size, taken in threads.map(lambda _: read(), range(cores)))
 
 
 def torch_has_cuda() -> bool:

@@ -1,7 +1,7 @@
 """From a configuration to a layout: what a start uses, and what a dry run prints. Reads no weights.
 
-Devices are those that the user declares, else those of this machine; what other machines have is not known here, and
-their ranks then get equal shares.
+Devices are those that the user declares, else those of this machine; what other machines have is not known before
+their ranks have places, and automatic shares are decided then (`shared_out`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phalanx import env
 from phalanx.checkpoint.locate import Checkpoint
@@ -20,17 +20,17 @@ from phalanx.kernels.library import describe, native
 from phalanx.models.registry import read_spec
 from phalanx.models.spec import DecoderSpec
 from phalanx.models.stored import with_stored
-from phalanx.planner import report, search
+from phalanx.planner import report, search, sharing
 from phalanx.planner.devices import Device, declared, of_this_machine
-from phalanx.planner.hardware import detect, read_speed
-from phalanx.planner.memory import Demand
+from phalanx.planner.hardware import detect
+from phalanx.planner.memory import Demand, Layout
 from phalanx.planner.resplit import Resplit, resplit
 from phalanx.planner.search import Plan
+from phalanx.worker.capacity import is_wanted, read_speed
 from phalanx.worker.limits import Memory, host_memory
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = Memory(2**60, 2**60)
 _SHOWN = 3
 """Plans that a dry run names beside the one it takes."""
 
@@ -84,8 +84,9 @@ def _with_quantization(model: ModelConfig, checkpoint: Checkpoint, wanted: str) 
 
 
 def with_layout(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
-    """`config` (resolved) with its splits written out; with several declared devices and no sizes, also the sizes; of
-    replicas also the size of the KV cache, since none can see what the others will take.
+    """`config` (resolved) with its splits written out, unless they are automatic and ranks may be on other machines;
+    with several declared devices and no sizes, also the sizes; of replicas also the size of the KV cache, since none
+    can see what the others will take.
 
     Raises ConfigError when the model cannot be split like that, NotEnoughMemory when it does not fit several ranks
     whose devices are known (a single rank says so itself).
@@ -95,7 +96,10 @@ def with_layout(config: EngineConfig, spec: DecoderSpec) -> EngineConfig:
     if parallel.world_size == 1 and len(devices) < 2 and replicas == 1:
         return config
     known = devices or _of_this_machine(config)
-    plan, _ = _decide(config, spec, known or (Device("-", config.model.device, _UNKNOWN),) * parallel.world_size)
+    nowhere = sharing.devices(config.model.device, [sharing.Measured("-")] * parallel.world_size)
+    plan, _ = _decide(config, spec, known or tuple(nowhere))
+    if not devices and _is_elsewhere(parallel):
+        return config  # which can be split like that, as is known now
     if known and (plan.budget.layout.world_size > 1 or replicas > 1):
         _check_fits(plan, known, replicas)
     cache = config.cache
@@ -157,16 +161,28 @@ def dry_run(
     return lines
 
 
-def split_anew(config: EngineConfig, spec: DecoderSpec, left: Mapping[int, tuple[str, Memory | None]]) -> Resplit:
-    """How the model is split over what is left of the ranks of `config` (resolved, with its layout): by rank, the
-    node's name and the memory that its device has without us, where that is known. Raises TooLittle."""
+def is_shared_out_later(parallel: ParallelConfig) -> bool:
+    """Whether `shared_out` has something to decide; `parallel` is as `with_layout` left it."""
+    return _is_elsewhere(parallel) and is_wanted(parallel)
+
+
+def shared_out(config: EngineConfig, spec: DecoderSpec, measured: Sequence[sharing.Measured]) -> tuple[Layout, str]:
+    """The layout of `config` (resolved, with automatic shares) on devices that were measured, one a rank, and why it is
+    so. Raises ConfigError when the model cannot be split like that, NotEnoughMemory when it does not fit."""
+    plan, why = sharing.share_out(Demand.of(spec, config), config.parallel, config.model.device, measured)
+    report.check_fits(plan, plan.devices)
+    return plan.budget.layout, why
+
+
+def split_anew(config: EngineConfig, spec: DecoderSpec, left: Mapping[int, sharing.Measured]) -> Resplit:
+    """How the model is split over what is left of the ranks of `config` (resolved), by rank. `memory` is what a rank's
+    device has without us. Raises TooLittle."""
     parallel, kind, known = config.parallel, config.model.device, _declared(config)
     mesh = Mesh.of_widths(parallel.widths)
+    found = sharing.devices(kind, [left[rank] for rank in sorted(left)])
     devices = [
-        dataclasses.replace(known[rank])
-        if rank < len(known)
-        else Device(f"{kind} of {node}", kind, memory or _UNKNOWN, None, node)
-        for rank, (node, memory) in sorted(left.items())
+        dataclasses.replace(known[rank] if rank < len(known) else device)
+        for rank, device in zip(sorted(left), found, strict=True)
     ]
     return resplit(Demand.of(spec, config), devices, [mesh.place(rank).pp for rank in sorted(left)])
 
@@ -194,12 +210,17 @@ def _declared(config: EngineConfig) -> tuple[Device, ...]:
 def _of_this_machine(config: EngineConfig) -> tuple[Device, ...]:
     """One device for each rank of a replica; none where they are elsewhere, or the GPUs cannot be asked."""
     parallel = config.parallel
-    if parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray":
+    if _is_elsewhere(parallel):
         return ()
     ranks, kind, replicas = parallel.world_size, config.model.device, parallel.data_parallel_size
     host = host_memory()
     host = Memory(host.total // replicas, host.available // replicas)
     return of_this_machine(kind, ranks, host, node=platform.node(), gpus=env.visible_gpus()) or ()
+
+
+def _is_elsewhere(parallel: ParallelConfig) -> bool:
+    """Whether ranks may be on other machines."""
+    return parallel.nnodes > 1 or parallel.distributed_executor_backend == "ray"
 
 
 def _written_out(parallel: ParallelConfig, plan: Plan) -> ParallelConfig:

@@ -28,7 +28,7 @@ def summary(
     lines = [
         f"Model: {', '.join(names)} ({info.dtype} on {info.device}, loaded in {info.load_s:.1f} s)",
         f"Layout: {_layout(config.parallel, info.mesh)}, executor {info.executor}",
-        *split_lines(config.parallel.tensor_weights, config.parallel.stage_layers),
+        *_shares(config.parallel, info),
         *cache_lines(
             info.device,
             blocks=info.blocks * replicas,
@@ -48,6 +48,13 @@ def summary(
         "",
     ]
     return "\n".join(lines)
+
+
+def _shares(parallel: ParallelConfig, info: EngineInfo) -> list[str]:
+    decided = info.shares
+    if decided is None:
+        return split_lines(parallel.tensor_weights, parallel.stage_layers)
+    return [*split_lines(decided.tensor_weights, decided.stage_layers), f"Shares: auto, {decided.why}"]
 
 
 def _replicas(count: int, info: EngineInfo, status: EngineStatus) -> list[str]:

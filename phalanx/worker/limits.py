@@ -7,6 +7,7 @@ are missing or unreadable, the machine's own figures stand.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -39,10 +40,13 @@ def host_memory(root: Path = Path("/")) -> Memory:
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores this process may run on: its affinity mask, and its groups' CPU quota rounded up."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for quota in _cpu_quotas(root):
-        cores = min(cores, max(1, -int(-quota // 1)))
-    return cores
+    return max(1, math.ceil(core_time(root)))
+
+
+def core_time(root: Path = Path("/")) -> float:
+    """Seconds of processor time that this process may have each second: its cores, or less by its groups' quota."""
+    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min([cores, *_cpu_quotas(root)])
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,8 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 class ExecutorProcess:
     def __init__(self, options: dict[str, Any], *, start: Start = subprocess.Popen, env: dict[str, str] | None = None):
-        """`options` are configuration. `start` runs a command as Popen does, on another host perhaps."""
+        """`options` are configuration, and `splits`: whether the executor may split the model as it sees fit.
+        `start` runs a command as Popen does, on another host perhaps."""
         command = [sys.executable, "-m", "tests.helpers.executor_process", json.dumps(options)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **(env or {})}
@@ -91,6 +92,7 @@ class ExecutorProcess:
 
 
 def main(options: dict[str, Any]) -> None:
+    from phalanx.engine.resolution import sharer, splitter
     from phalanx.errors import PhalanxError
     from phalanx.executor.choose import make_executor
     from phalanx.logging import configure
@@ -111,13 +113,17 @@ def main(options: dict[str, Any]) -> None:
         return status()
 
     def status() -> Any:
-        return [{"rank": s.rank, "pid": s.pid, "node": s.node, "state": s.state} for s in executor.check_health()]
+        facts = ("rank", "pid", "node", "state", "heads", "layers")
+        return [{fact: getattr(status, fact) for fact in facts} for status in executor.check_health()]
 
     configure("info", "text", tag="test")
+    splits = options.pop("splits", False)
     config = engine_config(Path(options.pop("model")), **options)
     epoch = 0
     try:
-        executor = make_executor(config)
+        executor = (
+            make_executor(config, choose=splitter(config), share=sharer(config)) if splits else make_executor(config)
+        )
         executor.start(config)
     except PhalanxError as error:
         say(error=type(error).__name__, text=str(error))

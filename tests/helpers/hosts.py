@@ -7,8 +7,8 @@
         b.cut()                     # b's network falls silent: no end of stream, no refusal
 
 Hosts share the machine's files, processes and cores, unless a process is started with `hide` (files it shall not see),
-`memory` (a control group) or `cores`. There is no way out of the bed. Needs root, iproute2 and util-linux; `missing()`
-says what is not there.
+`memory_mb` or `cpus` (control groups) or `cores`. There is no way out of the bed. Needs root, iproute2 and util-linux;
+`missing()` says what is not there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
-MEMORY_V1 = Path("/sys/fs/cgroup/memory")
+GROUPS = Path("/sys/fs/cgroup")
 NAMESPACES = Path("/run/netns")
 PREFIX = "phxbed"
 
@@ -86,13 +86,15 @@ class Host:
         hosts_file: str = "",
         shm_mb: int = 64,
         memory_mb: int | None = None,
+        cpus: float | None = None,
         cores: Sequence[int] = (),
         env: dict[str, str] | None = None,
         **options: object,
     ) -> subprocess.Popen[bytes]:
         """Run a command here. The process returned is the command itself: its signals and exit code are its own.
 
-        `hosts_file` replaces /etc/hosts, `hide` makes folders empty; `memory_mb` limits it and its descendants.
+        `hosts_file` replaces /etc/hosts, `hide` makes folders empty; `memory_mb` and `cpus` (cores' worth of
+        time) limit it and its descendants.
         """
         script = f"echo {self.name} > /proc/sys/kernel/hostname; "
         script += f"mount -t tmpfs -o size={shm_mb}m,mode=1777 tmpfs /dev/shm; "
@@ -102,8 +104,7 @@ class Host:
             script += f"printf '{hosts_file}' > /dev/shm/hosts; mount --bind /dev/shm/hosts /etc/hosts; "
         enter = ["nsenter", f"--net={NAMESPACES / self.namespace}", "unshare", "--mount", "--uts"]
         wrapped = [*enter, "sh", "-ec", script + 'exec "$@"', "sh", *command]
-        if memory_mb is not None:
-            group = _memory_group(f"{self.namespace}-{next(_count)}", memory_mb)
+        for group in _limited(f"{self.namespace}-{next(_count)}", memory_mb, cpus):
             self.groups.append(group)
             wrapped = ["sh", "-ec", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *wrapped]
         if cores:
@@ -198,18 +199,31 @@ def _enter(namespace: int) -> None:
         raise OSError(ctypes.get_errno(), "setns failed")
 
 
-def can_limit_memory() -> bool:
-    return os.access(MEMORY_V1 / "cgroup.procs", os.W_OK) or os.access("/sys/fs/cgroup/cgroup.subtree_control", os.W_OK)
+def can_limit(controller: str) -> bool:
+    """Whether a host's `memory` or `cpu` can be limited here."""
+    return os.access(GROUPS / controller / "cgroup.procs", os.W_OK) or os.access(
+        GROUPS / "cgroup.subtree_control", os.W_OK
+    )
 
 
-def _memory_group(name: str, megabytes: int) -> Path:
-    if MEMORY_V1.is_dir():
-        group, limit = MEMORY_V1 / name, "memory.limit_in_bytes"
-    else:
-        group, limit = Path("/sys/fs/cgroup") / name, "memory.max"
-    group.mkdir()
-    (group / limit).write_text(str(megabytes << 20))
-    return group
+def _limited(name: str, memory_mb: int | None, cpus: float | None) -> list[Path]:
+    """Control groups with these limits."""
+    limits: dict[str, dict[str, str]] = {}
+    if memory_mb is not None:
+        size = str(memory_mb << 20)
+        limits["memory"] = {"memory.limit_in_bytes": size, "memory.max": size}
+    if cpus is not None:
+        quota = str(int(cpus * 100_000))
+        limits["cpu"] = {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": quota, "cpu.max": f"{quota} 100000"}
+    groups = []
+    for controller, files in limits.items():
+        group = (GROUPS / controller if (GROUPS / controller).is_dir() else GROUPS) / name
+        group.mkdir(exist_ok=True)
+        groups.append(group)
+        for file, value in files.items():  # of version 1 or of version 2
+            if (group / file).exists():
+                (group / file).write_text(value)
+    return groups
 
 
 @contextlib.contextmanager

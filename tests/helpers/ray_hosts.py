@@ -41,7 +41,8 @@ class RayHosts:
         self.nodes: dict[int, Any] = {}
         self._started = 0
 
-    def node(self, index: int, cpus: int, **options: Any) -> None:
+    def node(self, index: int, cpus: int, quota: float | None = None, **options: Any) -> None:
+        """With `cpus` for ranks, and `quota` cores' worth of time."""
         host, self._started = self.hosts[index], self._started + 1
         command = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--node-ip-address", host.address]
         command += ["--head", "--port", "6379", "--include-dashboard", "false", "--no-monitor"] if index == 0 else []
@@ -52,7 +53,9 @@ class RayHosts:
         own = {key: value for key, value in self.env.items() if key != "RAY_ADDRESS"}
         environment = {**own, **options.pop("env", {})}
         log = (Path(self.folder) / f"{self._started}.log").open("wb")
-        self.nodes[index] = host.start(command, env=environment, shm_mb=200, stdout=log, stderr=log, **options)
+        self.nodes[index] = host.start(
+            command, env=environment, shm_mb=200, cpus=quota, stdout=log, stderr=log, **options
+        )  # fmt: skip
         output = Path(log.name)
         assert wait_until(lambda: b"Ray runtime started" in output.read_bytes(), 60), output.read_text()
 

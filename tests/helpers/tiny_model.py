@@ -20,7 +20,7 @@ PADDING = 5
 KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
 
 
-def write_tiny_model(folder: Path, *, generation_config: dict | None = None) -> Path:
+def write_tiny_model(folder: Path, *, generation_config: dict | None = None, layers: int = LAYERS) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     vocab = tokenizer.size + PADDING
@@ -30,7 +30,7 @@ def write_tiny_model(folder: Path, *, generation_config: dict | None = None) -> 
         "vocab_size": vocab,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
@@ -42,7 +42,7 @@ def write_tiny_model(folder: Path, *, generation_config: dict | None = None) -> 
         "torch_dtype": "float32",
         "eos_token_id": tokenizer.eos_token_ids[0],
     }
-    save_file(_weights(vocab), folder / "model.safetensors")
+    save_file(_weights(vocab, layers), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<eos>", "bos_token": "<bos>", "chat_template": CHAT_TEMPLATE}
@@ -52,7 +52,7 @@ def write_tiny_model(folder: Path, *, generation_config: dict | None = None) -> 
     return folder
 
 
-def _weights(vocab: int) -> dict[str, torch.Tensor]:
+def _weights(vocab: int, layers: int) -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(7)
 
     def matrix(rows: int, columns: int, gain: float = 1.5) -> torch.Tensor:
@@ -66,7 +66,7 @@ def _weights(vocab: int) -> dict[str, torch.Tensor]:
         "model.norm.weight": norm(),
         "lm_head.weight": matrix(vocab, HIDDEN, 2.5),
     }
-    for i in range(LAYERS):
+    for i in range(layers):
         layer = f"model.layers.{i}."
         tensors |= {
             layer + "self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),

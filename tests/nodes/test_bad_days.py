@@ -16,7 +16,7 @@ import pytest
 from phalanx.checkpoint.locate import locate
 from tests.helpers import bad_network
 from tests.helpers.bad_network import bad_cable
-from tests.helpers.hosts import Host, can_limit_memory
+from tests.helpers.hosts import Host, can_limit
 from tests.helpers.node_cluster import Cluster, running
 from tests.helpers.one_rank import continuations
 from tests.helpers.processes import wait_until
@@ -152,7 +152,7 @@ def test_a_hung_node(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> None:
 
 def test_out_of_memory_on_one_node(two_hosts: list[Host], tiny: Path, tmp_path: Path) -> None:
     """A node with little memory: the others are told which, and why, before or after the kernel had to step in."""
-    if not can_limit_memory():
+    if not can_limit("memory"):
         pytest.skip("no control group with a memory limit can be made here")
     arguments = ("-pp", "2", "--dtype", "float32", "--kv-cache-memory-bytes", "3G")
     cluster = Cluster(two_hosts, tmp_path, str(tiny), *arguments)

@@ -103,6 +103,19 @@ def test_a_late_node_is_waited_for(two_hosts: list[Host], gather: Begin, caplog:
     assert KEY not in node.output + caplog.text
 
 
+def test_nodes_say_what_they_have(two_hosts: list[Host], gather: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless their own command names a split."""
+    for options, knows in (((), True), (("--tensor-split", "1,1"), False)):
+        gathering, cluster = gather(two_hosts)
+        node = cluster.start(1, *options)
+        assert gathering.done() is None
+        here, there = (gathering.launcher.capacity(seat) for seat in (0, 1))
+        assert here is not None and here.shared and here.speed
+        assert (there is not None and there.available > 0) is knows
+        gathering.launcher.close()
+        assert node.ends(5) == 0
+
+
 def test_node_0_may_be_late(two_hosts: list[Host], gather: Begin, tiny: Path, tmp_path: Path) -> None:
     cluster = Cluster(
         two_hosts, tmp_path, str(tiny), "-tp", "2", "--dtype", "float32", env={"PHALANX_TRANSPORT_KEY": KEY}

@@ -39,6 +39,7 @@ def test_what_it_says(cluster: Cluster) -> None:
     assert head.count("ANYBODY who can reach 10.77.0.10:29500 can join") == 1
     assert "WARNING: no transport key" in other
     assert "share every layer" not in head, "only stages talk across nodes"
+    assert "Shares: auto, equal, because measured speed" in head, "the hosts are one machine"
 
 
 def test_node_1_is_told_to_end(cluster: Cluster, tiny: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -15,13 +16,14 @@ import pytest
 import phalanx
 from tests.helpers.asks import wait_for_events
 from tests.helpers.history import assemble, check_stream
-from tests.helpers.hosts import missing
+from tests.helpers.hosts import can_limit, missing
 from tests.helpers.one_request import PROMPT
 from tests.helpers.plans import GREEDY
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
 from tests.helpers.serving import Client, Serving
 from tests.helpers.tiny_model import write_tiny_model
+from tests.helpers.worker_model import HEADS
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there are hosts")]
 
@@ -120,6 +122,25 @@ def test_a_killed_driver_gives_everything_back(bed: RayHosts, model: Path) -> No
         assert wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), 5)
     with bed.executor(model, tensor_parallel_size=2) as ranks:
         assert len(ranks.ready()) == 2
+
+
+@pytest.mark.skipif(not can_limit("cpu"), reason="processor time cannot be limited here")
+def test_a_slow_node_gets_a_smaller_share(bed: RayHosts, model: Path, want: list[int]) -> None:
+    """Half a core's time, against all of this machine's."""
+    options = {"tensor_parallel_size": 2, "placement_strategy": "SPREAD", "splits": True}
+    with bed.executor(model, **options) as ranks:
+        assert [(status["node"], status["heads"]) for status in ranks.ready()] == [("host1", 3), ("host2", 3)]
+        assert any("Shares are equal, because measured speed" in line for line in ranks.noise)
+    bed.end(2)
+    bed.node(2, cpus=CPUS[2], quota=0.5)
+    with bed.executor(model, **options) as ranks:
+        heads = {status["node"]: status["heads"] for status in ranks.ready()}
+        assert heads["host1"] + heads["host2"] == HEADS and heads["host1"] > heads["host2"], ranks.noise
+        assert any(re.search(r"Shares are by measured speed .*\b0\.\d\d\b", line) for line in ranks.noise), ranks.noise
+        assert ranks.ask("generate") == want
+        assert ranks.ask("close") == []
+    bed.end(2)
+    bed.node(2, cpus=CPUS[2])
 
 
 def refused(bed: RayHosts, model: Path, **options: Any) -> str:

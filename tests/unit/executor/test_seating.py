@@ -10,7 +10,9 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.errors import NotEnoughMemory
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
-from phalanx.executor.seating import Choice, NoFit, Seat, Seating
+from phalanx.executor.seating import Choice, NoFit, Seat, Seating, Share
+from phalanx.worker.capacity import Capacity
+from phalanx.worker.limits import Memory
 
 
 class Places:
@@ -37,6 +39,9 @@ class Places:
     def node(self, seat: int) -> str:
         return f"node{seat}"
 
+    def capacity(self, seat: int) -> Capacity | None:
+        return Capacity("cpu", 300, 200, speed=30.0 / (seat + 1), shared=True)
+
 
 def choose(seats: Sequence[Seat]) -> Choice:
     if len(seats) < 2:
@@ -44,8 +49,14 @@ def choose(seats: Sequence[Seat]) -> Choice:
     return Choice(Layout(Mesh(tp=len(seats))), tuple(seat.number for seat in seats))
 
 
-def seating(places: Places, patience: float = 0.0) -> Seating:
-    return Seating(Layout(Mesh(tp=3)), places, choose, patience)
+def share(seats: Sequence[Seat]) -> tuple[Layout, str]:
+    if any(seat.speed is None for seat in seats):
+        raise NotEnoughMemory("no speeds")
+    return Layout(Mesh(tp=3), (tuple(seat.speed or 0.0 for seat in seats),)), "by speed"
+
+
+def seating(places: Places, patience: float = 0.0, share: Share | None = None) -> Seating:
+    return Seating(Layout(Mesh(tp=3)), places, choose, patience, share)
 
 
 def never() -> bool:
@@ -83,3 +94,42 @@ def test_a_place_that_is_given_up_is_left_though_its_rank_lives():
     assert seats.settle([], never)
     assert seats.now.seats == (0, 1)
     assert seats.more() is None, "it rests"
+
+
+def test_shares_are_decided_by_what_places_have():
+    seats = seating(Places({0, 1, 2}), share=share)
+    assert not seats.begin()
+    assert seats.now.layout.tensor_weights == ((30.0, 15.0, 10.0),)
+    assert seats.shares is not None and seats.shares.why == "by speed"
+
+
+def test_shares_are_decided_when_all_are_there_at_last():
+    places = Places({0, 1})
+    seats = seating(places, share=share)
+    assert seats.begin() and seats.shares is None
+    places.seats.add(2)
+    assert seats.settle([], never)
+    assert seats.now.layout.tensor_weights == ((30.0, 15.0, 10.0),)
+
+
+def test_a_new_choice_knows_speeds():
+    offered: list[Seat] = []
+
+    def look(seats: Sequence[Seat]) -> Choice:
+        offered.extend(seats)
+        return choose(seats)
+
+    places = Places({0, 1, 2})
+    seats = Seating(Layout(Mesh(tp=3)), places, look, 0.0, share)
+    seats.begin()
+    seats.ready([{"weights": 10, "kv_cache": 20, "free": 70}] * 3, ["cpu"] * 3)
+    places.seats.remove(0)
+    assert seats.settle([0], never)
+    assert offered == [Seat(1, "node1", Memory(100, 100), 15.0), Seat(2, "node2", Memory(100, 100), 10.0)]
+
+
+def test_ranks_of_a_node_share_what_it_has(monkeypatch):
+    monkeypatch.setattr(Places, "node", lambda self, seat: "x")
+    seats = seating(Places({0, 1, 2}), share=share)
+    seats.begin()
+    assert seats.now.layout.tensor_weights == ((10.0, 5.0, pytest.approx(10 / 3)),)

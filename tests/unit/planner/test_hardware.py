@@ -123,8 +123,3 @@ def test_torch_version_file_is_read_like_torch_reads_it():
     import torch
 
     assert hardware.torch_has_cuda() == (torch.version.cuda is not None)
-
-
-def test_reading_memory_has_a_speed():
-    """Between a tenth of a spinning disk's and more than any machine's."""
-    assert 1e7 < hardware.read_speed(2, seconds=0.02) < 1e14

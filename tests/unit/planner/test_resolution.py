@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.config import EngineConfig, resolve
 from phalanx.errors import ConfigError, NotEnoughMemory
-from phalanx.planner.resolution import with_layout
+from phalanx.planner.resolution import is_shared_out_later, with_layout
 from phalanx.worker.limits import host_memory
 from tests.helpers.planning import Machine, llama, qwen_14b
 
@@ -55,9 +55,16 @@ def test_several_devices_alone_choose_the_layout_and_its_executor():
     assert parallel.distributed_executor_backend == "mp"
 
 
-def test_ranks_on_other_nodes_get_equal_shares():
-    parallel = laid_out(llama(heads=4), tensor_parallel_size=2, nnodes=2, master_addr="10.0.0.1").parallel
-    assert parallel.tensor_weights == ((1.0, 1.0),)
+def test_shares_of_ranks_on_other_nodes_are_decided_later():
+    elsewhere = {"tensor_parallel_size": 2, "nnodes": 2, "master_addr": "10.0.0.1"}
+    parallel = laid_out(llama(heads=4), **elsewhere).parallel
+    assert parallel.tensor_split == "auto" and is_shared_out_later(parallel)
+    with pytest.raises(ConfigError, match="2 tensor ranks cannot share 1 attention heads"):
+        laid_out(llama(heads=1), **elsewhere)
+    given = laid_out(llama(heads=4), **elsewhere, tensor_split="3,1").parallel
+    assert not is_shared_out_later(given) and given.tensor_weights == ((3.0, 1.0),)
+    declared = laid_out(llama(heads=4), **elsewhere, declare_device=("name=a,memory=4G", "name=b,memory=8G")).parallel
+    assert not is_shared_out_later(declared) and declared.tensor_weights
 
 
 def test_what_cannot_be_is_said_before_anything_starts():

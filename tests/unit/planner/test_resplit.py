@@ -10,6 +10,7 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.models.spec import DecoderSpec
 from phalanx.planner.resolution import split_anew
 from phalanx.planner.resplit import Resplit, TooLittle, resplit
+from phalanx.planner.sharing import Measured
 from phalanx.worker.limits import Memory
 from tests.helpers.planning import demand_of, gpus, llama, qwen_14b
 
@@ -58,7 +59,7 @@ def test_devices_that_were_declared_are_known_by_their_rank() -> None:
     options = {"tensor_parallel_size": 3, "declare_device": ["name=a,memory=40G", "name=b,memory=32G,count=2"]}
     _, config = demand_of(spec, **options)
     assert config.parallel.widths == (3,)
-    found = split_anew(config, spec, {1: ("x", None), 2: ("y", Memory(1, 1))})
+    found = split_anew(config, spec, {1: Measured("x"), 2: Measured("y", Memory(1, 1))})
     assert found.used == (0, 1)
     assert [device.memory.total for device in found.plan.devices] == [32 * 2**30] * 2
     assert found.plan.budget.layout.mesh == Mesh(tp=2)
