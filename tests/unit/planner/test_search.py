@@ -22,6 +22,20 @@ MIXED = ("name=large,memory=32G", "name=small,memory=20G,count=2")
 # -- layers, exactly
 
 
+def test_no_cut_of_whole_layers_uses_more_than_the_documented_part():
+    """Every cut in which each stage might have room, in every order of the devices: what the documentation says cannot
+    be had."""
+    spec, (demand, _) = qwen_14b(), demand_of(qwen_14b(), device="cuda")
+    best = 0.0
+    for order in set(itertools.permutations(declared(MIXED))):
+        for first, second in itertools.product(range(6, 24), repeat=2):
+            if 6 <= (third := spec.num_layers - first - second) < 24:
+                found = budget(demand, Layout((1, 1, 1), ((1.0,),) * 3, (first, second, third)), order)
+                best = max(best, found.taken / found.usable)
+    chosen_one = plan_for(spec, *MIXED, pipeline_parallel_size=3, device="cuda").budget
+    assert 0.947 <= chosen_one.taken / chosen_one.usable <= best < 0.9485
+
+
 @given(st.data(), st.integers(1, 9), st.integers(1, 4))
 def test_no_other_cut_has_a_smaller_largest_cost(data, layers, stages):
     stages = min(stages, layers)
