@@ -54,6 +54,7 @@ struct Layer {
       group_start.push_back(static_cast<int>(head_order.size()));
     }
     if (head_order.size() != kv_head_of.size()) throw std::invalid_argument("a query head reads a KV head that is not there");
+    if (!(scale > 0)) throw std::invalid_argument("the scale has to be above zero");
     call.heads = static_cast<int>(kv_head_of.size());
     call.kv_heads = kv_heads;
     call.dim = dim;
@@ -173,8 +174,10 @@ void Plan::make(const Layer& layer, int threads, Tasks& made) const {
     const bool own_write = smallest > 0 && count <= std::max(1, kRowsPerTask / largest) &&
                            past / kAttentionSpan == (contexts_[row] - 1) / kAttentionSpan;
     if (!own_write)
-      for (int at = 0; at < count; at += kTokensPerWrite)
-        made.writes.emplace_back(first + at, std::min(kTokensPerWrite, count - at));
+      for (int at = 0, n; at < count; at += n) {  // from one multiple to the next: two tokens share their values' numbers
+        n = std::min(kTokensPerWrite - (past + at) % kTokensPerWrite, count - at);
+        made.writes.emplace_back(first + at, n);
+      }
     for (int kv = 0; kv < layer.call.kv_heads; ++kv) {
       const int group = layer.group_start[kv + 1] - layer.group_start[kv];
       if (group == 0) continue;
@@ -307,10 +310,7 @@ void write_cache(const Layer& layer, Address slots, int tokens, Address key, Add
   call.key_pitch = pitch;
   const Attention& kernels = attention();
   const std::size_t scratch = kernels.scratch_bytes(1, call.dim);
-  parallel_for((tokens + kTokensPerWrite - 1) / kTokensPerWrite, [&](std::size_t i) {
-    const int first = static_cast<int>(i) * kTokensPerWrite;
-    kernels.write(call, first, std::min(kTokensPerWrite, tokens - first), 0, call.kv_heads, thread_memory<0>(scratch));
-  });
+  kernels.write(call, 0, tokens, 0, call.kv_heads, thread_memory<0>(scratch));
 }
 
 }  // namespace

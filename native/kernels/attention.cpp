@@ -21,6 +21,7 @@ constexpr int W = 4, kMaxRows = 2, kMaxColumns = 1;
 #endif
 constexpr int U = 16 / W;  // vectors in 16 numbers
 constexpr int kTile = kAttentionTile, kSpan = kAttentionSpan;
+constexpr int kLine = 64;  // bytes: sixteen columns of one step of a product
 constexpr float kLog2e = 1.44269504088896340736f, kLn2 = 0.69314718055994530942f;
 constexpr float kInfinity = __builtin_inff();
 
@@ -188,16 +189,25 @@ struct Multiply<bf16, bf16> {
 };
 #endif
 
-// out[r][16 · GROUPS] (64 numbers apart) = a[r] · keys, `dim` numbers each; keys of 16 tokens at each of `keys`.
+// out[r][16 · GROUPS] (64 numbers apart) = a[r] · keys, `dim` numbers each; keys of 16 tokens at each of `keys`. What is
+// at `next`, as much, is asked for meanwhile.
 template <int ROWS, int GROUPS, typename A, typename B>
-void score(const A* a, std::size_t pitch, const B* const* keys, int dim, float* out) {
+void score(const A* a, std::size_t pitch, const B* const* keys, const B* const* next, int dim, float* out) {
   constexpr int step = Multiply<A, B>::step;
   const A* rows[ROWS];
   for (int r = 0; r < ROWS; ++r) rows[r] = a + r * pitch;
   const B* columns[GROUPS * U];
   for (int c = 0; c < GROUPS * U; ++c) columns[c] = keys[c / U] + c % U * W * step;
   vf acc[ROWS][GROUPS * U] = {};
-  for (int i = 0; i < dim; i += step) Multiply<A, B>::run(acc, rows, columns, i, static_cast<std::size_t>(i) * 16, false);
+  for (int group = 0, i = 0; group < GROUPS; ++group) {
+    const char* ahead = reinterpret_cast<const char*>(next[group]);
+    const int end = (group + 1) * (dim / step) / GROUPS * step;
+    for (; i < end; i += step, ahead += GROUPS * kLine) {
+      Multiply<A, B>::run(acc, rows, columns, i, static_cast<std::size_t>(i) * 16, false);
+#pragma GCC unroll 16
+      for (int c = 0; c < GROUPS; ++c) __builtin_prefetch(ahead + c * kLine);
+    }
+  }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 16
@@ -205,10 +215,10 @@ void score(const A* a, std::size_t pitch, const B* const* keys, int dim, float* 
 }
 
 // out[r][16 · GROUPS] = out[r] · factor[r] + a[r] · values: `count` tokens, 16 at each of `values`, whose rows have
-// `pitch` numbers; a's rows are 64 apart, out's out_pitch.
+// `pitch` numbers; a's rows are 64 apart, out's out_pitch. `next` as above.
 template <int ROWS, int GROUPS, typename A, typename B>
-void mix(const A* a, const B* const* values, std::size_t pitch, int first, int count, const float* factor, float* out,
-         std::size_t out_pitch) {
+void mix(const A* a, const B* const* values, const B* const* next, std::size_t pitch, int first, int count,
+         const float* factor, float* out, std::size_t out_pitch) {
   constexpr int step = Multiply<A, B>::step;
   vf acc[ROWS][GROUPS * U];
 #pragma GCC unroll 16
@@ -220,9 +230,15 @@ void mix(const A* a, const B* const* values, std::size_t pitch, int first, int c
     for (int r = 0; r < ROWS; ++r) rows[r] = a + r * kTile + group * 16;
     const B* columns[GROUPS * U];
     for (int c = 0; c < GROUPS * U; ++c) columns[c] = values[group] + static_cast<std::size_t>(first + c * W) * step;
+    const B* ahead = next[group] + static_cast<std::size_t>(first) * step;
     const int tokens = count - group * 16 < 16 ? count - group * 16 : 16;
     int t = 0;
-    for (; t + step <= tokens; t += step) Multiply<A, B>::run(acc, rows, columns, t, t * pitch, false);
+    for (; t + step <= tokens; t += step) {
+      Multiply<A, B>::run(acc, rows, columns, t, t * pitch, false);
+#pragma GCC unroll 16
+      for (int c = 0; c < GROUPS; ++c)
+        __builtin_prefetch(reinterpret_cast<const char*>(ahead + t * pitch) + c * kLine);
+    }
     if (t < tokens) Multiply<A, B>::run(acc, rows, columns, t, t * pitch, true);
   }
 #pragma GCC unroll 16
@@ -233,8 +249,9 @@ void mix(const A* a, const B* const* values, std::size_t pitch, int first, int c
 
 template <typename A, typename B>
 struct Products {
-  using Score = void (*)(const A*, std::size_t, const B* const*, int, float*);
-  using Mix = void (*)(const A*, const B* const*, std::size_t, int, int, const float*, float*, std::size_t);
+  using Score = void (*)(const A*, std::size_t, const B* const*, const B* const*, int, float*);
+  using Mix = void (*)(const A*, const B* const*, const B* const*, std::size_t, int, int, const float*, float*,
+                       std::size_t);
   Score scores[kMaxRows][kMaxColumns];
   Mix mixes[kMaxRows][kMaxColumns];
 
@@ -328,12 +345,16 @@ void write_head(const AttentionCall& call, const Geometry& g, char* cache, bool 
     case CacheType::bf16: {
       bf16* to = reinterpret_cast<bf16*>(tile);
       for (int i = 0; i < dim; i += 16) {
-        bf16 part[16];
-        store(part, to_bf16(load<f32x16>(x + i)));
-        if (is_key)
-          for (int j = 0; j < 16; j += 2) std::memcpy(to + (i + j) * 16 + lane * 2, part + j, 4);
-        else
-          for (int j = 0; j < 16; ++j) to[lane / 2 * 2 * dim + (i + j) * 2 + lane % 2] = part[j];
+        const u16x16 part = to_bf16(load<f32x16>(x + i));
+        if (is_key) {
+          std::uint32_t pairs[8];
+          store(pairs, part);
+          for (int j = 0; j < 8; ++j) std::memcpy(to + (i + 2 * j) * 16 + lane * 2, pairs + j, 4);
+        } else {  // the other token of the pair stays
+          bf16* at = to + lane / 2 * 2 * dim + i * 2;
+          const u32x16 old = load<u32x16>(at), own = __builtin_convertvector(part, u32x16);
+          store(at, lane % 2 ? (old & 0xffffu) | (own << 16) : (old & 0xffff0000u) | own);
+        }
       }
       break;
     }
@@ -353,8 +374,20 @@ void write_head(const AttentionCall& call, const Geometry& g, char* cache, bool 
 // ---------------------------------------------------------------- heads before the cache
 
 template <typename T>
-void read_head(const T* from, int dim, float* x) {
-  for (int i = 0; i < dim; i += 16) store(x + i, load_some(from + i, dim - i < 16 ? dim - i : 16));
+PHALANX_INLINE f32x16 load_up_to(const T* p, int count) {  // sixteen of `count` numbers, the rest zero
+  return count >= 16 ? load16(p) : load_some(p, count);
+}
+template <typename T>
+PHALANX_INLINE void store_up_to(T* p, f32x16 v, int count) {
+  if (count >= 16)
+    store16(p, v);
+  else
+    store_some(p, v, count);
+}
+
+template <typename T>
+PHALANX_INLINE void read_head(const T* from, int dim, float* x) {
+  for (int i = 0; i < dim; i += 16) store(x + i, load_up_to(from + i, dim - i));
 }
 
 template <typename T>
@@ -364,22 +397,20 @@ void apply_norm(const T* weight, int dim, float eps, float* x) {
   const float factor = 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(dim) + eps);
   for (int i = 0; i < dim; i += 16) {
     f32x16 v = load<f32x16>(x + i) * factor;
-    if (weight != nullptr) v *= load_some(weight + i, dim - i < 16 ? dim - i : 16);
+    if (weight != nullptr) v *= load_up_to(weight + i, dim - i);
     store(x + i, v);
   }
 }
 
-// y, of the same length, is overwritten.
 template <typename T>
-void rotate(const T* cos, const T* sin, int dim, float* x, float* y) {
+void rotate(const T* cos, const T* sin, int dim, float* x, float* y) {  // y, of the same length, is overwritten
   const int half = dim / 2;
   std::memcpy(y, x + half, 4 * static_cast<std::size_t>(half));
   std::memcpy(y + half, x, 4 * static_cast<std::size_t>(half));
   for (int i = 0; i < dim; i += 16) {
-    const int count = dim - i < 16 ? dim - i : 16;
-    const f32x16 turned =
-        fma(load_some(y + i, count), load_some(sin + i, count), load_some(x + i, count) * load_some(cos + i, count));
-    store_some(x + i, turned, count);
+    const f32x16 turned = fma(load_up_to(y + i, dim - i), load_up_to(sin + i, dim - i),
+                              load_up_to(x + i, dim - i) * load_up_to(cos + i, dim - i));
+    store_up_to(x + i, turned, dim - i);
   }
 }
 
@@ -467,7 +498,40 @@ struct Room {  // the parts of a scratch buffer
   }
 };
 
-// Where the 64 keys and values from position `first` on are, 16 each: in the cache, or copied to `room`.
+// Exact: an int8 has no more digits than a bf16.
+PHALANX_INLINE void expand32(const std::int8_t* from, bf16* to) {
+#if defined(__AVX512BF16__)
+  const __m512 a = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+  const __m512 b = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from + 16)));
+  store(to, _mm512_cvtne2ps_pbh(b, a));
+#elif defined(__AVX512F__)
+  for (int i = 0; i < 32; i += 16) {
+    const __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from + i)));
+    store(to + i, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(x), 16)));
+  }
+#elif defined(__AVX2__)
+  for (int i = 0; i < 32; i += 16) {
+    __m256i half[2];
+    for (int j = 0; j < 2; ++j) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i + 8 * j));
+      half[j] = _mm256_srli_epi32(_mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes))), 16);
+    }
+    store(to + i, _mm256_permute4x64_epi64(_mm256_packus_epi32(half[0], half[1]), 0xd8));
+  }
+#else
+  for (int i = 0; i < 32; ++i) {
+    const float x = from[i];
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    to[i] = static_cast<bf16>(bits >> 16);
+  }
+#endif
+}
+PHALANX_INLINE void expand32(const std::int8_t* from, float* to) {  // no f32 tile is read from an int8 cache
+  for (int i = 0; i < 32; ++i) to[i] = from[i];
+}
+
+// Where the 64 keys and values from a position on are, 16 each: in the cache, or copied to `room`.
 template <typename B>
 struct TileReader {
   const AttentionCall& call;
@@ -475,54 +539,79 @@ struct TileReader {
   const Room& room;
   const std::int32_t* table;
   const int head;
+  const bool direct;
+  const std::size_t value_pitch;  // numbers from one token to the next
   const B *keys[4], *values[4];
-  std::size_t value_pitch;  // numbers from one token to the next
-  bool direct;
+  const B *next_keys[4], *next_values[4];  // where the next tile's are; where these are, if that is of no use
+  std::size_t at[4], next[4];              // tiles in the cache
 
   TileReader(const AttentionCall& call, const Room& room, int row, int head)
       : call(call), g(call), room(room), table(call.tables + static_cast<std::size_t>(row) * call.table_width),
-        head(head) {
-    direct = call.tiled && call.cache_type != CacheType::int8;
-    value_pitch = direct ? call.dim : rounded_up(call.dim, 16);
-  }
+        head(head), direct(call.tiled && call.cache_type != CacheType::int8),
+        value_pitch(direct ? call.dim : rounded_up(call.dim, 16)) {}
 
-  void read(int first, int count) {
+  // Finds the tiles of the `count` tokens from `first` on, which `read` is called for next, and asks for them.
+  void begin(int first, int count) {
+    if (!call.tiled) return;
+    find(first, count);
     for (int group = 0; group * 16 < count; ++group) {
-      const int position = first + group * 16;
-      if (!call.tiled) {
-        gather(group, position, count - group * 16 < 16 ? count - group * 16 : 16);
-        continue;
-      }
-      const std::size_t at = region_at(call, g, table[position / call.block_size], head);
-      const int offset = position % call.block_size;
-      const char* key = call.key_cache + at + offset / 16 * g.tile_bytes;
-      const char* value = call.value_cache + at + offset / 16 * g.tile_bytes;
-      if (direct) {
-        keys[group] = reinterpret_cast<const B*>(key);
-        values[group] = reinterpret_cast<const B*>(value);
-      } else {
-        expand(group, key, value, at + static_cast<std::size_t>(call.block_size) * call.dim + 4 * offset);
+      for (std::size_t i = 0; i < g.tile_bytes; i += kLine) {
+        __builtin_prefetch(call.key_cache + next[group] + i);
+        __builtin_prefetch(call.value_cache + next[group] + i);
       }
     }
   }
 
-  // A tile of int8 into one of bf16, in the same order.
-  void expand(int group, const char* key, const char* value, std::size_t scales) {
-    B* k = reinterpret_cast<B*>(room.keys) + group * 16 * static_cast<std::size_t>(call.dim);
-    B* v = reinterpret_cast<B*>(room.values) + group * 16 * static_cast<std::size_t>(call.dim);
-    for (int i = 0; i < 16 * call.dim; i += W) {
-      store_whole(k + i, load<vb>(reinterpret_cast<const std::int8_t*>(key) + i));
-      store_whole(v + i, load<vb>(reinterpret_cast<const std::int8_t*>(value) + i));
+  void find(int first, int count) {
+    for (int group = 0; group * 16 < count; ++group) {
+      const int position = first + group * 16, offset = position % call.block_size;
+      next[group] = region_at(call, g, table[position / call.block_size], head) + offset / 16 * g.tile_bytes;
     }
+  }
+
+  // The tile at `first`, of which `count` tokens are there; of the one behind it, `more`.
+  void read(int first, int count, int more) {
+    if (!call.tiled) {
+      for (int group = 0; group * 16 < count; ++group)
+        gather(group, first + group * 16, count - group * 16 < 16 ? count - group * 16 : 16);
+    } else {
+      std::memcpy(at, next, sizeof at);
+      find(first + kTile, more);
+      for (int group = 0; group * 16 < count; ++group) {
+        if (direct) {
+          keys[group] = reinterpret_cast<const B*>(call.key_cache + at[group]);
+          values[group] = reinterpret_cast<const B*>(call.value_cache + at[group]);
+        } else {
+          expand(group, (first + group * 16) % call.block_size, group * 16 < more ? next[group] : at[group]);
+        }
+      }
+    }
+    for (int group = 0; group * 16 < count; ++group) {
+      const bool ask = direct && group * 16 < more;
+      next_keys[group] = ask ? reinterpret_cast<const B*>(call.key_cache + next[group]) : keys[group];
+      next_values[group] = ask ? reinterpret_cast<const B*>(call.value_cache + next[group]) : values[group];
+    }
+  }
+
+  // A tile of int8 into one of bf16, in the same order; `ahead` is asked for.
+  void expand(int group, int offset, std::size_t ahead) {
+    const std::size_t numbers = 16 * static_cast<std::size_t>(call.dim), tile = at[group];
+    B* k = reinterpret_cast<B*>(room.keys) + group * numbers;
+    B* v = reinterpret_cast<B*>(room.values) + group * numbers;
+    for (std::size_t i = 0; i < numbers; i += 64) {
+      __builtin_prefetch(call.key_cache + ahead + i);
+      __builtin_prefetch(call.value_cache + ahead + i);
+      for (int j = 0; j < 64; j += 32) {
+        expand32(reinterpret_cast<const std::int8_t*>(call.key_cache + tile + i + j), k + i + j);
+        expand32(reinterpret_cast<const std::int8_t*>(call.value_cache + tile + i + j), v + i + j);
+      }
+    }
+    // Scales are behind the block's tiles.
+    const std::size_t scales = tile - offset / 16 * g.tile_bytes + call.block_size / 16 * g.tile_bytes + 4 * offset;
     std::memcpy(room.key_scale + group * 16, call.key_cache + scales, 64);
     std::memcpy(room.value_scale + group * 16, call.value_cache + scales, 64);
     keys[group] = k;
     values[group] = v;
-  }
-
-  static PHALANX_INLINE void store_whole(float* p, vb x) { store(p, __builtin_convertvector(x, vf)); }
-  static PHALANX_INLINE void store_whole(bf16* p, vb x) {  // exact: an int8 has no more digits than a bf16
-    store(p, __builtin_convertvector((vu)__builtin_convertvector(__builtin_convertvector(x, vi), vf) >> 16, vh));
   }
 
   // `count` tokens of a cache in rows, into tiles.
@@ -570,55 +659,74 @@ struct TileReader {
   }
 };
 
-// Scores of one query row to shares of its keys: 2^(score - maximum), the maximum and the sum going on from before.
-// Of the 16 · groups keys those in [low, high] are seen. Returns the factor for what was summed before.
+// The scores of ROWS <= kMaxRows queries to shares of their keys, 2^(score - maximum); maximum and sum of the row go on
+// from before, and `before` is the factor for what was summed until then. Query i sees the keys low[i] to high[i] of the
+// 16 · groups.
 template <typename A>
-PHALANX_INLINE void soften(const AttentionCall& call, const Room& room, float* scores, int groups, int low, int high,
-                           float& most, float* lanes, A* shares, float& before) {
-  const vf factor = all(call.scale * kLog2e);
+PHALANX_INLINE void soften(const AttentionCall& call, const Room& room, int rows, int groups, const int* low,
+                           const int* high, float* most, float* lanes, A* shares, float* before) {
+  const int vectors = groups * U;
   const bool scaled = call.cache_type == CacheType::int8;
-  const bool masked = low > 0 || high < groups * 16 - 1;
-  vf top = all(-kInfinity);
-  for (int c = 0; c < groups * U; ++c) {
-    vf t = load<vf>(scores + c * W);
-    if (scaled) t *= load<vf>(room.key_scale + c * W);
-    if (call.soft_cap != 0.0f) {
-      // cap · tanh(s / cap) = cap - 2 cap / (exp(2 s / cap) + 1)
-      const vf twice = t * all(2.0f * kLog2e * call.scale / call.soft_cap);
-      const vf e = power(twice > all(126.0f) ? all(126.0f) : twice);
-      const vf cap = all(call.soft_cap * kLog2e);
-      t = cap - (cap + cap) / (e + 1.0f);
-    } else {
-      t *= factor;
-    }
-    if (masked) {
+  const float cap = call.soft_cap;
+  const float factor = cap != 0.0f ? 1.0f : call.scale * kLog2e;
+  alignas(64) float top[16], base[16], fresh[16];
+  for (int r = 0; r < 16; ++r) top[r] = fresh[r] = -kInfinity;
+  for (int r = 0; r < rows; ++r) {
+    float* scores = room.scores + r * kTile;
+    vf highest = all(-kInfinity);
+    if (scaled || cap != 0.0f || low[r] > 0 || high[r] < groups * 16 - 1) {
       vi lane;
       for (int i = 0; i < W; ++i) lane[i] = i;
-      lane += c * W;
-      t = (lane < low) | (lane > high) ? all(-kInfinity) : t;
+      for (int c = 0; c < vectors; ++c, lane += W) {
+        vf t = load<vf>(scores + c * W);
+        if (scaled) t *= load<vf>(room.key_scale + c * W);
+        if (cap != 0.0f) {  // cap · tanh(s / cap) = cap - 2 cap / (exp(2 s / cap) + 1)
+          const vf twice = t * all(2.0f * kLog2e * call.scale / cap);
+          const vf e = power(twice > all(126.0f) ? all(126.0f) : twice);
+          t = all(cap * kLog2e) - all(2.0f * cap * kLog2e) / (e + 1.0f);
+        }
+        t = (lane < low[r]) | (lane > high[r]) ? all(-kInfinity) : t;
+        store(scores + c * W, t);
+        highest = t > highest ? t : highest;
+      }
+    } else {
+      for (int c = 0; c < vectors; ++c) {
+        const vf t = load<vf>(scores + c * W);
+        highest = t > highest ? t : highest;
+      }
     }
-    top = t > top ? t : top;
-    store(scores + c * W, t);
+    top[r] = largest(highest) * factor;
+    fresh[r] = most[r];
   }
-  const float reached = largest(top);
-  const float next = reached > most ? reached : most;
-  const vf base = all(next == -kInfinity ? 0.0f : next);
-  before = power(all(most) - base)[0];
-  most = next;
-  vf lane_sum = load<vf>(lanes) * before;
-  for (int c = 0; c < groups * U; ++c) {
-    vf p = power(load<vf>(scores + c * W) - base);
-    lane_sum += p;
-    if (scaled) {
-      const vf weighed = p * load<vf>(room.value_scale + c * W);
-      p = p == vf{} ? p : weighed;  // the scale of a token that is not there may be anything
+  for (int i = 0; i < 16 && i < rows; i += W) {
+    const vf old = load<vf>(fresh + i), reached = load<vf>(top + i);
+    const vf next = reached > old ? reached : old;
+    const vf from = next == all(-kInfinity) ? vf{} : next;
+    store(base + i, from);
+    store(fresh + i, next);
+    store(top + i, power(old - from));
+  }
+  for (int r = 0; r < rows; ++r) {
+    const float* scores = room.scores + r * kTile;
+    const vf from = all(-base[r]), scale = all(factor);
+    most[r] = fresh[r];
+    before[r] = top[r];
+    vf lane_sum = load<vf>(lanes + r * W) * top[r];
+    A* to = shares + r * kTile;
+    for (int c = 0; c < vectors; ++c) {
+      vf p = power(mul_add(load<vf>(scores + c * W), scale, from));
+      lane_sum += p;
+      if (scaled) {
+        const vf weighed = p * load<vf>(room.value_scale + c * W);
+        p = p == vf{} ? p : weighed;  // the scale of a token that is not there may be anything
+      }
+      if constexpr (sizeof(A) == 4)
+        store(to + c * W, p);
+      else
+        store(to + c * W, narrow(p));
     }
-    if constexpr (sizeof(A) == 4)
-      store(shares + c * W, p);
-    else
-      store(shares + c * W, narrow(p));
+    store(lanes + r * W, lane_sum);
   }
-  store(lanes, lane_sum);
 }
 
 // (maximum, sum, output) of one row joined with those of a later span.
@@ -636,12 +744,11 @@ void finish(const AttentionCall& call, int token, int head, float most, float su
   const std::size_t row = static_cast<std::size_t>(token) * call.heads + head;
   const float inverse = 1.0f / sum;
   for (int i = 0; i < call.dim; i += 16) {
-    const int count = call.dim - i < 16 ? call.dim - i : 16;
     const f32x16 v = load<f32x16>(out + i) * inverse;
     if (call.type == 1)
-      store_some(static_cast<bf16*>(call.out) + row * call.dim + i, v, count);
+      store_up_to(static_cast<bf16*>(call.out) + row * call.dim + i, v, call.dim - i);
     else
-      store_some(static_cast<float*>(call.out) + row * call.dim + i, v, count);
+      store_up_to(static_cast<float*>(call.out) + row * call.dim + i, v, call.dim - i);
   }
   if (call.lse != nullptr) call.lse[row] = (most + static_cast<float>(__builtin_log2(sum))) * kLn2;
 }
@@ -655,6 +762,12 @@ void attend_as(const AttentionCall& call, const AttentionTask& task, float* part
   TileReader<B> tile(call, room, task.row, task.kv_head);
   A* query = reinterpret_cast<A*>(room.query);
   A* shares = reinterpret_cast<A*>(room.shares);
+  const int oldest = call.window == 0 || task.position < call.window ? 0 : task.position - call.window + 1;
+  const auto first_of = [&](int span) { return span * kSpan < oldest ? oldest / kTile * kTile : span * kSpan; };
+  {
+    const int first = first_of(task.first_span), there = last + 1 - first;
+    tile.begin(first, there < kTile ? there : kTile);
+  }
   for (int r = 0; r < rows; ++r) {
     const int token = task.first + r / group, head = call.head_order[from + r % group];
     prepare(call, token, call.query, token * call.query_pitch + static_cast<std::size_t>(head) * dim, call.query_norm,
@@ -665,13 +778,12 @@ void attend_as(const AttentionCall& call, const AttentionTask& task, float* part
     for (int r = 0; r < rows; ++r) room.most[r] = -kInfinity;
     std::memset(room.lanes, 0, 4 * static_cast<std::size_t>(rows) * W);
     std::memset(room.acc, 0, 4 * static_cast<std::size_t>(rows) * wide);
-    const int oldest = call.window == 0 || task.position < call.window ? 0 : task.position - call.window + 1;
-    int first = span * kSpan;
-    if (first < oldest) first = oldest / kTile * kTile;
+    int first = first_of(span);
     const int end = last + 1 < (span + 1) * kSpan ? last + 1 : (span + 1) * kSpan;
     for (; first < end; first += kTile) {
       const int there = end - first < kTile ? end - first : kTile;
-      tile.read(first, there);
+      const int behind = last + 1 - first - kTile;
+      tile.read(first, there, behind < 0 ? 0 : behind < kTile ? behind : kTile);
       for (int r = 0; r < rows; r += kMaxRows) {
         const int n = rows - r < kMaxRows ? rows - r : kMaxRows;
         const int highest = task.position + (r + n - 1) / group - first;
@@ -679,18 +791,21 @@ void attend_as(const AttentionCall& call, const AttentionTask& task, float* part
         if (highest < 0 || lowest >= kTile) continue;
         const int count = highest + 1 < there ? highest + 1 : there;
         const int groups = (count + 15) / 16;
+        const bool ask = r == 0;
         for (int c = 0; c < groups; c += kMaxColumns)
           products<A, B>.scores[n - 1][(groups - c < kMaxColumns ? groups - c : kMaxColumns) - 1](
-              query + static_cast<std::size_t>(r) * wide, wide, tile.keys + c, depth, room.scores + c * 16);
+              query + static_cast<std::size_t>(r) * wide, wide, tile.keys + c, (ask ? tile.next_keys : tile.keys) + c,
+              depth, room.scores + c * 16);
         float before[kMaxRows];
+        int low[kMaxRows], high[kMaxRows];
         for (int i = 0; i < n; ++i) {
-          const int own = task.position + (r + i) / group - first;
-          soften(call, room, room.scores + i * kTile, groups, call.window == 0 ? 0 : own - call.window + 1, own,
-                 room.most[r + i], room.lanes + (r + i) * W, shares + i * kTile, before[i]);
+          high[i] = task.position + (r + i) / group - first;
+          low[i] = call.window == 0 ? 0 : high[i] - call.window + 1;
         }
+        soften(call, room, n, groups, low, high, room.most + r, room.lanes + r * W, shares, before);
         for (int c = 0; c < wide / 16; c += kMaxColumns)
           products<A, B>.mixes[n - 1][(wide / 16 - c < kMaxColumns ? wide / 16 - c : kMaxColumns) - 1](
-              shares, tile.values, tile.value_pitch, c * 16, count, before,
+              shares, tile.values, ask ? tile.next_values : tile.values, tile.value_pitch, c * 16, count, before,
               room.acc + static_cast<std::size_t>(r) * wide + c * 16, wide);
       }
     }

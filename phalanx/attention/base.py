@@ -107,7 +107,8 @@ class AttentionBackend(Protocol):
         self, qkv: torch.Tensor, cache: LayerCache, layout: StepLayout, plan: Any, shape: AttentionShape,
         q_norm: HeadNorm | None, k_norm: HeadNorm | None, turn: Rotation | None, query_factor: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """qkv [T, (heads + 2 · kv heads) · head_dim], as the product wrote it -> [T, heads · head_dim].
+        """qkv [T, (heads + 2 · kv heads) · head_dim], as the product wrote it -> [T, heads · head_dim], which is valid
+        until the next call with this plan.
 
         Query and key heads are normed (both or none), then rotated; queries are multiplied by `query_factor` [T, 1, 1];
         keys and values are stored, and attended to.

@@ -80,9 +80,36 @@ class PagedStep:
             raise ValueError("a table is needed for each row, and a slot for each token")
         self.tokens = query_start[-1]
         self.tensors = (tables, slots)
+        self._rotations: dict[Rotation, tuple[int, int, int, int]] = {}
+        self._results: dict[tuple[int, torch.dtype], tuple[torch.Tensor, int]] = {}
         self.plan = library.AttentionPlan(
             query_start, context_lens, tables.data_ptr(), tables.shape[1], slots.data_ptr(), block_size
         )
+
+    def rotation(self, rotation: Rotation, head_dim: int) -> tuple[int, int, int, int]:
+        """Addresses of its tables, their type, and how many numbers of a head they rotate."""
+        found = self._rotations.get(rotation)
+        if found is None:
+            cos, sin = rotation.cos, rotation.signed_sin
+            if (
+                cos.shape[0] != self.tokens or cos.shape != sin.shape or cos.dtype != sin.dtype
+                or cos.dtype not in _TYPES or not (cos.is_contiguous() and sin.is_contiguous())
+            ):  # fmt: skip
+                raise ValueError("the tables of a rotation have to be contiguous, a row for each token")
+            found = (cos.data_ptr(), sin.data_ptr(), _TYPES[cos.dtype], cos.shape[-1])
+            self._rotations[rotation] = found
+        if found[3] > head_dim:
+            raise ValueError("the tables of a rotation are wider than a head")
+        return found
+
+    def result(self, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+        """[T, width], which all layers of the step write to, and its address: a tensor takes longer to make than a
+        layer's call."""
+        found = self._results.get((width, dtype))
+        if found is None:
+            made = torch.empty((self.tokens, width), dtype=dtype)
+            found = self._results[width, dtype] = made, made.data_ptr()
+        return found
 
 
 def _tiled(block_size: int, head_dim: int) -> bool:
@@ -103,38 +130,32 @@ def attend_merged(
     qkv: torch.Tensor, layer: PagedLayer, step: PagedStep, query_norm: HeadNorm | None, key_norm: HeadNorm | None,
     rotation: Rotation | None, query_factor: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """[T, (heads + 2 · kv heads) · head_dim] -> [T, heads · head_dim]; keys and values are in the cache then.
+    """[T, (heads + 2 · kv heads) · head_dim] -> [T, heads · head_dim]; keys and values are in the cache then. The next
+    layer of the step overwrites the result.
 
     `qkv` is float32 or bfloat16, as is the result; inside, all is float32, rounded to bfloat16 where the products take
     it. Both norms or none. `query_factor` [T, 1, 1] has the type of `qkv`. A token's result depends on its own request
     only, and on no batch, chunk or number of threads.
     """
-    if qkv.shape != (step.tokens, layer.width) or not qkv.is_contiguous() or qkv.dtype not in _TYPES:
+    dtype = qkv.dtype
+    if qkv.shape != (step.tokens, layer.width) or not qkv.is_contiguous() or dtype not in _TYPES:
         raise ValueError(f"qkv has to be contiguous, [{step.tokens}, {layer.width}], float32 or bfloat16")
-    out = torch.empty((step.tokens, layer.heads * layer.dim), dtype=qkv.dtype)
-    norm_type, query_weight, key_weight, eps = -1, 0, 0, 0.0
-    if query_norm is not None and key_norm is not None:
-        norm_type, query_weight, key_weight, eps = _norms(query_norm, key_norm, layer.dim)
-    cos, sin, table_type, rotated = 0, 0, -1, 0
-    if rotation is not None:
-        table, signed = rotation.cos, rotation.signed_sin
-        rotated = table.shape[-1]
-        if (
-            table.shape[0] != step.tokens or table.shape != signed.shape or table.dtype != signed.dtype
-            or rotated > layer.dim or not (table.is_contiguous() and signed.is_contiguous())
-        ):  # fmt: skip
-            raise ValueError("the tables of a rotation have to be contiguous, a row for each token")
-        cos, sin, table_type = table.data_ptr(), signed.data_ptr(), _TYPES[table.dtype]
+    out, address = step.result(layer.heads * layer.dim, dtype)
+    norms = _NO_NORMS if query_norm is None or key_norm is None else _norms(query_norm, key_norm, layer.dim)
+    rotated = _NO_ROTATION if rotation is None else step.rotation(rotation, layer.dim)
     factor = 0
     if query_factor is not None:
-        if query_factor.numel() != step.tokens or query_factor.dtype != qkv.dtype or not query_factor.is_contiguous():
+        if query_factor.numel() != step.tokens or query_factor.dtype != dtype or not query_factor.is_contiguous():
             raise ValueError("a factor is needed for each token, of the queries' type")
         factor = query_factor.data_ptr()
     layer.library.attend_merged(
-        layer.layer, step.plan, qkv.data_ptr(), _TYPES[qkv.dtype], query_weight, key_weight, norm_type, eps,
-        cos, sin, table_type, rotated, factor, out.data_ptr(),
+        layer.layer, step.plan, qkv.data_ptr(), _TYPES[dtype], *norms, *rotated, factor, address
     )  # fmt: skip
     return out
+
+
+_NO_NORMS = (0, 0, -1, 0.0)
+_NO_ROTATION = (0, 0, -1, 0)
 
 
 def _norms(query: HeadNorm, key: HeadNorm, dim: int) -> tuple[int, int, int, float]:
@@ -142,7 +163,7 @@ def _norms(query: HeadNorm, key: HeadNorm, dim: int) -> tuple[int, int, int, flo
         return 0, 0, 0, query.eps
     if query.weight.shape != (dim,) or key.weight.shape != (dim,) or query.weight.dtype != key.weight.dtype:
         raise ValueError(f"the norms' weights have to have {dim} numbers of one type")
-    return _TYPES[query.weight.dtype], query.weight.data_ptr(), key.weight.data_ptr(), query.eps
+    return query.weight.data_ptr(), key.weight.data_ptr(), _TYPES[query.weight.dtype], query.eps
 
 
 def attend_cached(query: torch.Tensor, layer: PagedLayer, step: PagedStep) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from phalanx.checkpoint.locate import locate
 from phalanx.errors import CheckpointError, UnsupportedModel
+from phalanx.kernels.library import native
 from phalanx.models.registry import read_spec, supported, weight_table
 from phalanx.models.spec import DynamicPowerScaling, LongRopeScaling, RopeSpec
 from tests.helpers.decoders import decoder_of
@@ -55,6 +56,10 @@ def test_numbers_are_real(family: str) -> None:
         caches = decoder.allocate_caches(3, 4)
         assert sum(c.key.nbytes + c.value.nbytes for c in caches) == 12 * spec.kv_bytes_per_token(name)
         assert decoder.cache_bytes_per_token() == spec.kv_bytes_per_token(name)
+    if native() is not None:
+        caches = decoder.allocate_caches(3, 4, torch.int8)
+        assert sum(c.key.nbytes + c.value.nbytes for c in caches) == 12 * spec.kv_bytes_per_token("int8")
+        assert decoder.cache_bytes_per_token(torch.int8) == spec.kv_bytes_per_token("int8")
 
 
 def test_every_family_has_its_tables() -> None:

@@ -13,6 +13,7 @@ import torch
 from phalanx.errors import ConfigError, NotEnoughMemory
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.inprocess import InProcessExecutor
+from phalanx.kernels.library import native
 from phalanx.sampling.sampler import NO_SCORES
 from phalanx.step import ON_DEVICE, SamplingState
 from phalanx.worker import worker as worker_module
@@ -239,3 +240,17 @@ class TestShell:
         assert {cache.key.dtype for cache in worker._pool.caches} == {getattr(torch, dtype)}
         assert run(worker, Run(0, 11), admit=[admission(0, PROMPT, [0, 1, 2])]).tokens
         worker.close()
+
+    @pytest.mark.skipif(native() is None, reason="the native library was not built")
+    @pytest.mark.parametrize("cache", ["int8", "bfloat16"])
+    def test_narrower_caches_run(self, model, cache):
+        """The first token comes from what was just computed, and is near enough to the wide cache's to be the same."""
+        tokens, sizes = [], []
+        for dtype in ("auto", cache):
+            worker = started(model, kv_cache_dtype=dtype)
+            sizes.append(worker._pool.bytes_per_block)
+            assert sizes[-1] == worker._needs().bytes_per_block
+            tokens.append(run(worker, Run(0, 11), admit=[admission(0, PROMPT, [0, 1, 2])]).tokens)
+            worker.close()
+        assert tokens[0] == tokens[1]
+        assert sizes[1] < sizes[0]
