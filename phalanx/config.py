@@ -74,7 +74,10 @@ class ModelConfig:
     )
     dtype: str = option("auto", "Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = option(
-        None, "Quantisation scheme of the weights. Default: as the checkpoint says.", "-q"
+        None,
+        "How weights are kept: `gguf` (the blocks of a GGUF file as they are), `int8` (rounded while loading, a scale "
+        "for each output) or `none` (as numbers). Default: as the checkpoint has them; numbers with --dtype float32.",
+        "-q",
     )
     load_format: str = option(
         "auto", "`dummy` fills the weights with random numbers, without reading them.", choices=("auto", "dummy")

@@ -2,15 +2,34 @@
 
 #include "half.hpp"
 
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#endif
+
 namespace phalanx::PHALANX_ISA {
 namespace {
 
-using u8x64 = std::uint8_t __attribute__((vector_size(64)));
-using u8x16 = std::uint8_t __attribute__((vector_size(16)));
+// Outputs that are computed together, as many of a group as fill a register.
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+using floats = float __attribute__((vector_size(4 * kWidth)));
+using ints = std::int32_t __attribute__((vector_size(4 * kWidth)));
+using quads = std::uint8_t __attribute__((vector_size(4 * kWidth)));  // four neighbouring inputs of each output
+using pairs = std::uint16_t __attribute__((vector_size(4 * kWidth)));
+using signed_pairs = std::int16_t __attribute__((vector_size(4 * kWidth)));
+using halves = std::uint16_t __attribute__((vector_size(2 * kWidth)));
+using bytes = std::uint8_t __attribute__((vector_size(kWidth)));
+using signed_bytes = std::int8_t __attribute__((vector_size(kWidth)));
 using s8x16 = std::int8_t __attribute__((vector_size(16)));
-using i16x32 = std::int16_t __attribute__((vector_size(64)));
 
 #define PHALANX_UNROLL _Pragma("GCC unroll 8")
+
+constexpr int kAhead = 2048;  // bytes of weights that are asked for before they are read
 
 PHALANX_INLINE std::int32_t four(const std::int8_t* q) {
   std::int32_t v;
@@ -28,42 +47,52 @@ constexpr bool kSignedWeights = true;
 
 // Each lane: its four weights times the four activations, added to `sum`. All exact.
 template <int kBits>
-PHALANX_INLINE i32x16 dot4(i32x16 sum, u8x64 weights, std::int32_t activations) {
+PHALANX_INLINE ints dot4(ints sum, quads weights, std::int32_t activations) {
 #if defined(__AVX512VNNI__)
-  return (i32x16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(activations));
+  return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(activations));
 #elif defined(__AVX2__)
-  union { u8x64 v; __m256i h[2]; } w{weights};
-  union { i32x16 v; __m256i h[2]; } s{sum};
-  const __m256i a = _mm256_set1_epi32(activations), ones = _mm256_set1_epi16(1);
-  for (int i = 0; i < 2; ++i) {
-    __m256i pairs;  // two products fit 16 bits: 63 · 127 · 2, or 128 · 127 · 2
-    if constexpr (kBits == 8) {
-      const __m256i number = _mm256_xor_si256(w.h[i], _mm256_set1_epi8(-128));
-      pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(number), _mm256_sign_epi8(a, number));
-    } else {
-      pairs = _mm256_maddubs_epi16(w.h[i], a);
-    }
-    s.h[i] = _mm256_add_epi32(s.h[i], _mm256_madd_epi16(pairs, ones));
+  const __m256i a = _mm256_set1_epi32(activations);
+  __m256i two;  // two products fit 16 bits: 63 · 127 · 2, or 128 · 127 · 2
+  if constexpr (kBits == 8) {
+    const __m256i number = _mm256_xor_si256((__m256i)weights, _mm256_set1_epi8(-128));
+    two = _mm256_maddubs_epi16(_mm256_abs_epi8(number), _mm256_sign_epi8(a, number));
+  } else {
+    two = _mm256_maddubs_epi16((__m256i)weights, a);
   }
-  return s.v;
+  return sum + (ints)_mm256_madd_epi16(two, _mm256_set1_epi16(1));
 #elif defined(__ARM_FEATURE_DOTPROD)
-  union { u8x64 v; int8x16_t q[4]; } w{kBits == 8 ? weights ^ 0x80 : weights};
-  union { i32x16 v; int32x4_t q[4]; } s{sum};
-  const int8x16_t a = vreinterpretq_s8_s32(vdupq_n_s32(activations));
-  for (int i = 0; i < 4; ++i) s.q[i] = vdotq_s32(s.q[i], w.q[i], a);
-  return s.v;
+  const int8x16_t number = (int8x16_t)(kBits == 8 ? weights ^ 0x80 : weights);
+  return (ints)vdotq_s32((int32x4_t)sum, number, vreinterpretq_s8_s32(vdupq_n_s32(activations)));
 #else
-  const u16x32 pairs = (u16x32)weights;
-  const std::int16_t a0 = (std::int8_t)activations, a1 = (std::int8_t)(activations >> 8),
-                     a2 = (std::int8_t)(activations >> 16), a3 = (std::int8_t)(activations >> 24);
-  const i16x32 even = (i16x32)(i32x16{} + ((std::uint16_t)a0 | (std::int32_t)((std::uint32_t)(std::uint16_t)a2 << 16)));
-  const i16x32 odd = (i16x32)(i32x16{} + ((std::uint16_t)a1 | (std::int32_t)((std::uint32_t)(std::uint16_t)a3 << 16)));
-  const i32x16 first = (i32x16)((i16x32)(pairs & 0xff) * even), second = (i32x16)((i16x32)(pairs >> 8) * odd);
+  const auto both = [](std::int32_t first, std::int32_t second) {
+    return (signed_pairs)(ints{} + ((first & 0xffff) | (std::int32_t)((std::uint32_t)second << 16)));
+  };
+  const auto number = [&](int i) { return (std::int32_t)(std::int8_t)(activations >> (8 * i)); };
+  const ints first = (ints)((signed_pairs)((pairs)weights & 0xff) * both(number(0), number(2)));
+  const ints second = (ints)((signed_pairs)((pairs)weights >> 8) * both(number(1), number(3)));
   return sum + ((first << 16) >> 16) + (first >> 16) + ((second << 16) >> 16) + (second >> 16);
 #endif
 }
 
-PHALANX_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+PHALANX_INLINE floats to_float(ints v) { return __builtin_convertvector(v, floats); }
+#if defined(__AVX512F__)
+PHALANX_INLINE floats fused(floats a, floats b, floats c) { return fma(a, b, c); }
+PHALANX_INLINE floats from_halves(halves x) { return from_f16(x); }
+#elif defined(__AVX2__)
+PHALANX_INLINE floats fused(floats a, floats b, floats c) {
+  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+PHALANX_INLINE floats from_halves(halves x) { return (floats)_mm256_cvtph_ps((__m128i)x); }
+#else
+PHALANX_INLINE floats fused(floats a, floats b, floats c) { return a * b + c; }
+PHALANX_INLINE floats from_halves(halves x) {  // as from_f16
+  using words = std::uint32_t __attribute__((vector_size(4 * kWidth)));
+  words bits = {};
+  for (int i = 0; i < kWidth; ++i) bits[i] = x[i];
+  const words special = (words)((bits & 0x7c00u) == 0x7c00u) & (0xffu << 23);
+  return (floats)((words)((floats)((bits & 0x7fffu) << 13) * 0x1p112f) | special | (bits & 0x8000u) << 16);
+}
+#endif
 
 template <BlockKind kKind>
 struct Kind {
@@ -76,90 +105,97 @@ struct Kind {
   static constexpr int offset_factor = bits == 8 && kSignedWeights ? 0 : layout.zero / 8;
 
   // Registers j and 4 + j of a block's eight: inputs 4j … and 16 + 4j ….
-  static PHALANX_INLINE void unpack(const std::uint8_t* block, int j, u8x64& low, u8x64& high) {
+  static PHALANX_INLINE void unpack(const std::uint8_t* block, int j, quads& low, quads& high) {
     if constexpr (bits == 8) {
-      low = load<u8x64>(block + 64 * j);
-      high = load<u8x64>(block + 64 * (4 + j));
-      return;
+      low = load<quads>(block + 64 * j);
+      high = load<quads>(block + 64 * (4 + j));
     } else {
-      const u16x32 both = load<u16x32>(block + 64 * j);
-      u16x32 first = both & 0x0f0f, second = (both >> 4) & 0x0f0f;
+      const pairs both = load<pairs>(block + 64 * j);
+      pairs first = both & 0x0f0f, second = (both >> 4) & 0x0f0f;
       if constexpr (bits == 5) {
-        const u16x32 fifth = load<u16x32>(block + 256);
+        const pairs fifth = load<pairs>(block + 256);
         first |= (fifth << (4 - j)) & 0x1010;
         second |= (fifth >> j) & 0x1010;
       }
       if constexpr (bits == 6) {
-        const u16x32 lower = load<u16x32>(block + 256), upper = load<u16x32>(block + 320);
+        const pairs lower = load<pairs>(block + 256), upper = load<pairs>(block + 320);
         first |= (j < 2 ? lower << (4 - 2 * j) : lower >> (2 * j - 4)) & 0x3030;
         second |= (j < 2 ? upper << (4 - 2 * j) : upper >> (2 * j - 4)) & 0x3030;
       }
-      low = (u8x64)first;
-      high = (u8x64)second;
+      low = (quads)first;
+      high = (quads)second;
     }
   }
 };
 
 struct Scales {
-  f32x16 scale, second;  // `second` is the other half's scale, or the minimum
+  floats scale, second;  // `second` is the other half's scale, or the minimum
 };
 
-// Those of one block. Products of scales are exact: float16 times at most eight bits.
+// Those of one block, for outputs `lane` and after of a group. Products of scales are exact: float16 times at most eight
+// bits.
 template <BlockKind kKind>
 PHALANX_INLINE Scales scales_of(const std::uint8_t* group, const GroupShape& shape, std::size_t block,
-                                std::size_t phase) {
+                                std::size_t phase, int lane) {
   using K = Kind<kKind>;
   const std::uint8_t* at = group + shape.scales + block * K::layout.scale_bytes;
   Scales found{};
   if constexpr (K::super) {
-    const std::uint8_t* factors = group + shape.supers + (block + phase) / 8 * K::layout.super_bytes;
-    const f32x16 factor = from_f16(load<u16x16>(factors));
+    const std::uint8_t* factors = group + shape.supers + (block + phase) / 8 * K::layout.super_bytes + 2 * lane;
+    const floats factor = from_halves(load<halves>(factors));
+    at += lane;
     if constexpr (K::halves) {
-      found.scale = factor * __builtin_convertvector(load<s8x16>(at), f32x16);
-      found.second = factor * __builtin_convertvector(load<s8x16>(at + 16), f32x16);
+      found.scale = factor * __builtin_convertvector(load<signed_bytes>(at), floats);
+      found.second = factor * __builtin_convertvector(load<signed_bytes>(at + 16), floats);
     } else {
-      found.scale = factor * __builtin_convertvector(load<u8x16>(at), f32x16);
-      found.second = -(from_f16(load<u16x16>(factors + 32)) * __builtin_convertvector(load<u8x16>(at + 16), f32x16));
+      found.scale = factor * __builtin_convertvector(load<bytes>(at), floats);
+      const floats minimum = from_halves(load<halves>(factors + 32));
+      found.second = -(minimum * __builtin_convertvector(load<bytes>(at + 16), floats));
     }
   } else if constexpr (!K::channel) {
-    found.scale = from_f16(load<u16x16>(at));
-    if constexpr (K::minimum) found.second = from_f16(load<u16x16>(at + 32));
+    found.scale = from_halves(load<halves>(at + 2 * lane));
+    if constexpr (K::minimum) found.second = from_halves(load<halves>(at + 32 + 2 * lane));
   }
   return found;
 }
 
 template <typename T>
-PHALANX_INLINE f32x16 bias_of(const BlockProduct& product, std::size_t column, int count) {
-  return load_some(static_cast<const T*>(product.bias) + column, count);
+PHALANX_INLINE floats bias_of(const BlockProduct& product, std::size_t column, int count) {
+  float lanes[16];
+  store(lanes, load_some(static_cast<const T*>(product.bias) + column, count));
+  return load<floats>(lanes);
 }
 
 template <typename T>
-PHALANX_INLINE void put(const BlockProduct& product, std::size_t column, int count, std::size_t row, f32x16 total) {
+PHALANX_INLINE void put(const BlockProduct& product, std::size_t column, int count, std::size_t row, floats total) {
   T* y = static_cast<T*>(product.y) + row * product.stride + column;
-  if (count == kLanes)
-    store16(y, total);
+  float lanes[16] = {};
+  store(lanes, total);
+  if (count == 16)
+    store16(y, load16(lanes));
   else
-    store_some(y, total, count);
+    store_some(y, load16(lanes), count);
 }
 
-// kRows rows times kGroups groups. What is added to a result, and in which order, is the same for every kRows and
-// kGroups: block by block, the block's integers exactly.
+// kRows rows times the outputs from `lane` on of kGroups groups. What is added to a result, and in which order, is the
+// same for every kRows and kGroups: block by block, the block's integers exactly.
 template <BlockKind kKind, int kRows, int kGroups>
 void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
-          std::size_t row) {
+          std::size_t row, int lane) {
   using K = Kind<kKind>;
+  constexpr bool kTwoSums = K::halves || kRows * kGroups <= 4;  // few sums would wait for each other
   const std::size_t blocks = product.rows.blocks;
   const std::uint8_t* packed = reinterpret_cast<const std::uint8_t*>(part.packed) + group * shape.bytes;
   const std::int8_t* q = product.rows.q + row * blocks * kBlock;
   const float* scale = product.rows.scale + row * blocks;
   const float* scaled_sum = product.rows.scaled_sum + row * blocks;
   const std::int32_t* offset = product.rows.offset + row * blocks * 2;
-  f32x16 total[kGroups][kRows] = {};
+  floats total[kGroups][kRows] = {};
   for (std::size_t b = 0; b < blocks; ++b) {
-    i32x16 dots[kGroups][kRows], others[kGroups][kRows];
+    ints dots[kGroups][kRows], others[kGroups][kRows];
     PHALANX_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      i32x16 begin = {}, begin_other = {};
+      ints begin = {}, begin_other = {};
       if constexpr (K::offset_factor != 0) {
         const std::int32_t first = offset[r * blocks * 2 + 2 * b], second = offset[r * blocks * 2 + 2 * b + 1];
         begin += (K::halves ? first : first + second) * K::offset_factor;
@@ -173,12 +209,13 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
     }
     PHALANX_UNROLL
     for (int j = 0; j < 4; ++j) {
-      u8x64 low[kGroups], high[kGroups];
+      quads low[kGroups], high[kGroups];
       PHALANX_UNROLL
       for (int c = 0; c < kGroups; ++c) {
         const std::uint8_t* block = packed + c * shape.bytes + b * 64 * K::bits;
-        if constexpr (kRows == 1) __builtin_prefetch(block + 2048 + 64 * j);
-        K::unpack(block, j, low[c], high[c]);
+        __builtin_prefetch(block + kAhead + 64 * j);
+        if constexpr (K::bits == 8) __builtin_prefetch(block + kAhead + 64 * (4 + j));
+        K::unpack(block + 4 * lane, j, low[c], high[c]);
       }
       PHALANX_UNROLL
       for (int r = 0; r < kRows; ++r) {
@@ -187,36 +224,35 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
         PHALANX_UNROLL
         for (int c = 0; c < kGroups; ++c) {
           dots[c][r] = dot4<K::bits>(dots[c][r], low[c], first);
-          if constexpr (K::halves || kRows == 1)
-            others[c][r] = dot4<K::bits>(others[c][r], high[c], second);
-          else
-            dots[c][r] = dot4<K::bits>(dots[c][r], high[c], second);
+          ints& sum = kTwoSums ? others[c][r] : dots[c][r];
+          sum = dot4<K::bits>(sum, high[c], second);
         }
       }
     }
     PHALANX_UNROLL
     for (int c = 0; c < kGroups; ++c) {
-      const Scales scales = scales_of<kKind>(packed + c * shape.bytes, shape, b, part.phase);
+      const Scales scales = scales_of<kKind>(packed + c * shape.bytes, shape, b, part.phase, lane);
       PHALANX_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        const f32x16 factor = splat(scale[r * blocks + b]);
-        f32x16& sum = total[c][r];
+        const floats factor = floats{} + scale[r * blocks + b];
+        floats& sum = total[c][r];
         if constexpr (K::halves) {
-          sum = fma(to_float(dots[c][r]) * scales.scale, factor, sum);
-          sum = fma(to_float(others[c][r]) * scales.second, factor, sum);
+          sum = fused(to_float(dots[c][r]) * scales.scale, factor, sum);
+          sum = fused(to_float(others[c][r]) * scales.second, factor, sum);
         } else {
-          const f32x16 dot = to_float(kRows == 1 ? dots[c][r] + others[c][r] : dots[c][r]);
-          sum = fma(K::channel ? dot : dot * scales.scale, factor, sum);
-          if constexpr (K::minimum) sum = fma(scales.second, splat(scaled_sum[r * blocks + b]), sum);
+          const floats dot = to_float(kTwoSums ? dots[c][r] + others[c][r] : dots[c][r]);
+          sum = fused(K::channel ? dot : dot * scales.scale, factor, sum);
+          if constexpr (K::minimum) sum = fused(scales.second, floats{} + scaled_sum[r * blocks + b], sum);
         }
       }
     }
   }
   PHALANX_UNROLL
   for (int c = 0; c < kGroups; ++c) {
-    const std::size_t first = (group + c) * kLanes;
-    const int count = part.outputs - first < kLanes ? static_cast<int>(part.outputs - first) : kLanes;
-    f32x16 bias = {};
+    const std::int64_t first = (group + c) * kLanes + lane;
+    if (first >= part.outputs) break;
+    const int count = part.outputs - first < kWidth ? static_cast<int>(part.outputs - first) : kWidth;
+    floats bias = {};
     if (product.bias != nullptr) {
       switch (product.bias_type) {
         case Number::f32: bias = bias_of<float>(product, part.column + first, count); break;
@@ -226,8 +262,8 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
     }
     PHALANX_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      f32x16 sum = total[c][r];
-      if constexpr (K::channel) sum *= load<f32x16>(packed + c * shape.bytes + shape.tail);
+      floats sum = total[c][r];
+      if constexpr (K::channel) sum *= load<floats>(packed + c * shape.bytes + shape.tail + 4 * lane);
       sum += bias;
       switch (product.type) {
         case Number::f32: put<float>(product, part.column + first, count, row + r, sum); break;
@@ -238,10 +274,17 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
   }
 }
 
+template <BlockKind kKind, int kRows, int kGroups>
+void tiles(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
+           std::size_t row) {
+  for (int lane = 0; lane < kLanes; lane += kWidth) tile<kKind, kRows, kGroups>(product, part, shape, group, row, lane);
+}
+
+// Rows that share one unpacking of the weights, as far as the registers reach.
 #if defined(__AVX512F__)
-constexpr int kWide = 8;
+constexpr int kMostRows = 8;
 #else
-constexpr int kWide = 2;
+constexpr int kMostRows = 4;
 #endif
 
 template <BlockKind kKind>
@@ -250,17 +293,21 @@ void multiply_kind(const BlockProduct& product, const BlockPart& part, std::size
   const GroupShape shape(Kind<kKind>::layout, product.rows.blocks, part.phase);
   for (std::size_t group = group_begin; group < group_end;) {
     if (row_end - row_begin == 1 && group_end - group >= 2) {
-      tile<kKind, 1, 2>(product, part, shape, group, row_begin);
+      tiles<kKind, 1, 2>(product, part, shape, group, row_begin);
       group += 2;
       continue;
     }
     std::size_t row = row_begin;
-    for (; row_end - row >= kWide; row += kWide) tile<kKind, kWide, 1>(product, part, shape, group, row);
-    if constexpr (kWide > 4)
-      if (row_end - row >= 4) tile<kKind, 4, 1>(product, part, shape, group, row), row += 4;
-    if constexpr (kWide > 2)
-      if (row_end - row >= 2) tile<kKind, 2, 1>(product, part, shape, group, row), row += 2;
-    if (row_end > row) tile<kKind, 1, 1>(product, part, shape, group, row);
+    for (; row_end - row >= kMostRows; row += kMostRows) tiles<kKind, kMostRows, 1>(product, part, shape, group, row);
+    if (kMostRows > 4 && row_end - row >= 4) {
+      tiles<kKind, 4, 1>(product, part, shape, group, row);
+      row += 4;
+    }
+    if (row_end - row >= 2) {
+      tiles<kKind, 2, 1>(product, part, shape, group, row);
+      row += 2;
+    }
+    if (row_end > row) tiles<kKind, 1, 1>(product, part, shape, group, row);
     ++group;
   }
 }
