@@ -292,7 +292,7 @@ def test_layouts_that_the_model_cannot_have_are_refused_before_anything_starts(t
         ({"tensor_parallel_size": 6}, "6 tensor ranks cannot share 5 attention heads"),
         ({"pipeline_parallel_size": 3}, "3 pipeline stages cannot share 2 layers"),
         ({"context_parallel_size": 2}, "context parallelism is not in this version"),
-        ({"data_parallel_size": 2, "distributed_executor_backend": "ray"}, "replicas run on one machine"),
+        ({"data_parallel_size": 2, "distributed_executor_backend": "ray"}, "no Ray cluster runs here for the replicas"),
     ):
         before, began = descendants(), time.monotonic()
         with pytest.raises(PhalanxError, match=words):

@@ -18,6 +18,7 @@ from phalanx.distributed.partition import Partition
 from phalanx.errors import ConfigError
 from phalanx.models.registry import read_spec
 from phalanx.models.split import Split
+from phalanx.quantization.base import Unquantized
 from tests.helpers.decoders import decoder_of, random_ids
 from tests.helpers.lockstep import LockstepGroup, run_ranks
 from tests.helpers.stepping import Driver, layout_of
@@ -79,7 +80,8 @@ def test_every_weight_is_on_some_rank_and_only_kv_heads_are_doubled() -> None:
     mesh = Mesh(tp=2)
     rows: dict[str, int] = {}
     for rank in range(2):
-        decoder = decoder_of(path, mesh=mesh, rank=rank, groups=Groups(tp=SingleGroupOfTwo(rank)))
+        groups = Groups(tp=SingleGroupOfTwo(rank))
+        decoder = decoder_of(path, mesh=mesh, rank=rank, groups=groups, scheme=Unquantized())
         for module in decoder.loadables():
             for slot in module.slots():
                 rows[slot.name] = rows.get(slot.name, 0) + slot.target.numel()
