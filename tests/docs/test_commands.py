@@ -1,8 +1,8 @@
 """Every command and program in the README and docs is run as it is printed, against the demo model.
 
-Blocks marked `sh` are split into commands, blocks marked `python` are programs, those marked `py` parts of one. Port 8000
-becomes the port of a server that the tests started; a command that serves is started, asked whether it is ready, and
-stopped. Only `NOT_RUN` is left out.
+Blocks marked `sh` are split into commands, blocks marked `python` are programs, those marked `py` parts of one. Port
+8000 becomes the port of a server that the tests started; a command that serves is started, asked whether it is ready,
+and stopped. Only `NOT_RUN` is left out.
 """
 
 import hashlib
