@@ -278,6 +278,7 @@ class Engine:
 
     def _take_in(self, what: str) -> None:
         """Nothing is lost: workers start again so that `what` has come back is used."""
+        self._back = None
         _, tokens, now = self._fence()
         epoch, wall = self._scheduler.epoch, self._wall_clock()
         waiting = self._open_requests()

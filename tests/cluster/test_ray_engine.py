@@ -186,7 +186,7 @@ class TestAnswers:
 
         # both leaders lose their batch once, one after the other
         result: list[Response] = []
-        prompts = ["the world", "a b c", "Hello"]
+        prompts = ["the world", "a b c", "Hello"] * 20  # enough to be killed twice
         thread = threading.Thread(target=lambda: result.extend(engine.generate(prompts, sampling)))
         thread.start()
         for _ in range(2):

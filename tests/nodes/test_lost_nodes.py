@@ -83,7 +83,8 @@ def test_a_killed_node_and_its_return(two_hosts: list[Host], tiny: Path, tmp_pat
         cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 30)
         assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 20), cluster.outputs()
         assert cluster.complete(PROMPT, TOKENS) == expected
-        assert status(cluster)["places"] == {"configured": 2, "used": 2, "returned": None}
+        whole = {"configured": 2, "used": 2, "returned": None}
+        assert wait_until(lambda: status(cluster)["places"] == whole, 5), status(cluster)["places"]
 
 
 @pytest.mark.slow
