@@ -82,7 +82,6 @@ def test_answers_and_streams(files: Files, plain: Serve) -> None:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
-        assert len(pieces) > 1
         assert "".join(pieces) == whole
         assert api.get("/health").status_code == 200
 
