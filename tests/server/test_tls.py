@@ -75,13 +75,15 @@ def client(serve: Serve, tls: ssl.SSLContext) -> httpx.Client:
 
 
 def test_answers_and_streams(files: Files, plain: Serve) -> None:
+    long = {**PROMPT, "max_tokens": 100}
     with client(plain, context(files)) as api:
-        whole = api.post("/v1/completions", json=PROMPT).json()["choices"][0]["text"]
+        whole = api.post("/v1/completions", json=long).json()["choices"][0]["text"]
         pieces = []
-        with api.stream("POST", "/v1/completions", json={**PROMPT, "stream": True}) as answer:
+        with api.stream("POST", "/v1/completions", json={**long, "stream": True}) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+        assert len(pieces) > 1
         assert "".join(pieces) == whole
         assert api.get("/health").status_code == 200
 
