@@ -9,7 +9,6 @@ splitting anew, and the first token after a recovery. Exit code 1 when an answer
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import sys
@@ -28,7 +27,7 @@ from tests.helpers.asks import Oracle
 from tests.helpers.cases import HARMLESS, Case, random_case
 from tests.helpers.history import Log, check_rest, check_stream, longest_gap, next_event_after
 from tests.helpers.nemesis import Nemesis, unable
-from tests.helpers.processes import alive, wait_until
+from tests.helpers.processes import wait_until
 from tests.helpers.serving import Client, Serving
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -119,17 +118,10 @@ class Stretch:
         self.recoveries.update({recovery["epoch"]: recovery for recovery in status.get("recoveries") or []})
         return status
 
-    def _victim(self, case: Case) -> int:
-        """The process that memory is withheld from: one that asks for none lives on."""
-        with contextlib.suppress(OSError, AssertionError, KeyError):
-            return self._nemesis.world.pid(case.target) if case.fault == "out_of_memory" else 0
-        return 0
-
     def _fault(self, serving: Serving, loads: list[Load]) -> None:
         case = self._choose()
         wait_until(lambda: self._look(serving)["state"] == "ready", 60)
         epoch = self._look(serving)["epoch"]
-        victim = self._victim(case)
         clients = [load.now for load in loads if load.now is not None and load.now.is_alive()]
         try:
             at = self._nemesis.strike(case, self._rng)
@@ -145,7 +137,7 @@ class Stretch:
 
         if case.fault in HARMLESS:
             time.sleep(5)
-        if not wait_until(over, bound) and not (victim and alive(victim) and serving.status()["state"] == "ready"):
+        if not wait_until(over, bound):
             self.complaints.append(f"{case}: not ready again within {bound:.0f} s: {self._look(serving)}")
         for client in clients:
             client.join(bound)
