@@ -45,9 +45,10 @@ async def engine(model) -> AsyncIterator[AsyncEngine]:
     assert descendants() <= before
 
 
-async def tokens(engine: AsyncEngine, number: int, count: int = 200) -> list[int]:
+async def tokens(engine: AsyncEngine, number: int, count: int = 200, found: list[int] | None = None) -> list[int]:
+    """A stream's tokens; `found` has at any moment those that have come."""
     params = SamplingParams(max_tokens=count, temperature=1.0, seed=number, ignore_eos=True)
-    found: list[int] = []
+    found = [] if found is None else found
     async for delta in engine.generate([3 + number, 17, 40 + number], params):
         found += delta.outputs[0].token_ids
     return found
@@ -71,8 +72,10 @@ async def test_one_killed_in_mid_stream(engine):
     """Its requests go on at the other one at once; tokens are equal; later both serve again."""
     expected = await asyncio.gather(*(tokens(engine, n) for n in range(8)))
     pids = [each.pid for each in engine.status().engines]
-    running = [asyncio.create_task(tokens(engine, n)) for n in range(8)]
-    await until(lambda: all(each.outstanding and each.running for each in engine.status().engines))
+    streams: list[list[int]] = [[] for _ in range(8)]
+    running = [asyncio.create_task(tokens(engine, n, found=found)) for n, found in enumerate(streams)]
+    await until(lambda: all(streams))
+    assert all(each.outstanding for each in engine.status().engines)
     os.kill(pids[1], signal.SIGKILL)
     await until(lambda: engine.status().epoch == 1)
     states = set()
@@ -88,7 +91,7 @@ async def test_one_killed_in_mid_stream(engine):
     assert (recovery.engine, recovery.rank) == (1, -1)
     assert recovery.kind in ("killed", "out_of_memory")  # the kernel may have ended somebody else just then
     again = [asyncio.create_task(tokens(engine, n)) for n in range(8)]
-    await until(lambda: all(each.running for each in engine.status().engines))
+    await until(lambda: all(each.outstanding for each in engine.status().engines))
     assert await asyncio.gather(*again) == expected
 
 

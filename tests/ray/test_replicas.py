@@ -35,7 +35,7 @@ async def test_streams_outlive_their_node(tmp_path, monkeypatch) -> None:
             assert set(cluster.taken()) == {cluster.id("h1"), cluster.id("h2")}
             assert [each.state for each in engine.status().engines] == ["ready", "ready"]
             running = [asyncio.create_task(tokens(engine, n)) for n in range(6)]
-            await until(lambda: all(each.running for each in engine.status().engines))
+            await until(lambda: all(each.outstanding for each in engine.status().engines))
             await asyncio.to_thread(cluster.kill, "h2")
             assert await asyncio.wait_for(asyncio.gather(*running), 60) == expected
             assert sorted(each.state for each in engine.status().engines) == ["ready", "recovering"]
