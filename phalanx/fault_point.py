@@ -30,6 +30,7 @@ POINTS = (
     "step",  # a rank, before it computes a step
     "exchange",  # a rank, before it sums something with the other ranks of its stage
     "computed",  # a rank, after it computed a step, before it reports the result
+    "compile",  # the engine, before it compiles a grammar
     "before_commit",  # the engine, a result in hand
     "after_commit",  # the engine, committed and not sent
     "after_send",  # the engine, sent and not acknowledged

@@ -121,7 +121,7 @@ def overview() -> str:
         "examples:",
         "  phalanx serve                                  the demo model on http://127.0.0.1:8000",
         "  phalanx serve ./model-folder --port 9000       a folder, a .gguf file or a Hugging Face id",
-        '  phalanx generate "What is the capital of France?"',
+        '  phalanx generate "What is the capital of Japan?"',
         "  phalanx chat",
         "",
         "'phalanx COMMAND --help' lists a command's flags. --version prints the version, --debug shows tracebacks.",

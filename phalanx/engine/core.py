@@ -148,6 +148,7 @@ class LazyGrammars:
                 checkpoint = locate(model.model, revision=model.revision)
                 tokenizer = load_tokenizer(checkpoint, model.tokenizer, model.revision)
                 self._compiler = GrammarCompiler(tokenizer, self._vocab_size, self._config.limits)
+        fault_point.reach("compile")
         return self._compiler.compile(wanted)
 
 

@@ -96,7 +96,7 @@ def _safety(server: ServerConfig) -> list[str]:
 
 def curl(server: ServerConfig, *, has_chat: bool) -> str:
     """A first call in one line, for a POSIX shell."""
-    path, body = "/v1/completions", {"prompt": "The capital of France is", "max_tokens": 16}
+    path, body = "/v1/completions", {"prompt": "The capital of Japan is", "max_tokens": 16}
     if has_chat:
         path = "/v1/chat/completions"
         body = {"messages": [{"role": "user", "content": "Hello! Who are you?"}], "max_tokens": 32}

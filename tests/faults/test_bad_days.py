@@ -140,12 +140,13 @@ def test_a_full_disk_and_full_shared_memory(tiny_model: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("victim", [pytest.param("rank1", marks=pytest.mark.slow), "engine"])
 def test_a_loss_while_a_grammar_is_compiled(tiny_model: str, victim: str) -> None:
     body = {"prompt": "ä", "max_tokens": 40, "temperature": 0}
-    body["structured_outputs"] = {"regex": f"([{LETTERS}]{{2,9}}a){{60,90}}"}
-    with day(tiny_model) as (place, serving):
+    body["structured_outputs"] = {"regex": f"([{LETTERS}]{{2,9}}a){{6,9}}"}
+    with day(tiny_model, faults="at=compile,do=sleep=10") as (place, serving):
         oracle, clients = under_way(serving, "greedy")
         pid = place.pid(victim)
+        place.let_off()
         constrained = Client(serving, "constrained", body)
-        assert wait_until(lambda: serving.status()["requests"]["waiting"] == 1, 5), "it was compiled too fast"
+        assert wait_until(lambda: serving.status()["requests"]["waiting"] == 1, 10)
         os.kill(pid, signal.SIGKILL)
         check(serving, oracle, clients)
         constrained.join(60)
@@ -194,11 +195,11 @@ def test_a_long_queue_over_a_recovery(tiny_model: str) -> None:
         ("tp2", "at=step,rank=1,do=skip", "hung", r"rank 0 for rank 1, rank 1 for a plan"),
         pytest.param(
             "tp2", "at=exchange,rank=1,do=skip", "failed",
-            r"Ranks disagree in exchange \d+: rank 0 is in all_reduce .*, rank 1 in all_gather", marks=pytest.mark.slow,
+            r"Ranks disagree in exchange \d+: rank [01] is in \w+ of .*, rank [01] in \w+ of ", marks=pytest.mark.slow,
         ),
         pytest.param(
             "tp2pp2", "at=exchange,rank=3,do=skip", "failed",
-            r"Ranks disagree in exchange \d+: rank 2 is in all_reduce .*, rank 3 in all_gather", marks=pytest.mark.slow,
+            r"Ranks disagree in exchange \d+: rank [23] is in \w+ of .*, rank [23] in \w+ of ", marks=pytest.mark.slow,
         ),
     ],
 )  # fmt: skip

@@ -3,6 +3,7 @@
 The ranks under test are real; the attackers connect to their doors while they meet, and to their streams.
 """
 
+import contextlib
 import os
 import random
 import secrets
@@ -187,7 +188,8 @@ def test_silent_and_slow_callers_hold_nobody_up(ranks):
     silent = [ranks.dial() for _ in range(100)]
     for i, sock in enumerate(silent):
         if i % 2:
-            sock.sendall(hello(KEY)[: i % 60])
+            with contextlib.suppress(ConnectionError):  # the oldest may have been dropped by now
+                sock.sendall(hello(KEY)[: i % 60])
     assert ranks.meet() < 2.0
     for sock in silent:
         sock.close()
