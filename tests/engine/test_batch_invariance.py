@@ -12,8 +12,14 @@ from phalanx.outputs import CompletionOutput
 if native() is None:
     pytest.skip("the native library was not built", allow_module_level=True)
 
-PROMPTS = ["The capital of France is", "def fibonacci(n):\n", "中国的首都是", "Once upon a time, there was a 🐉", "1, 2, 3,",
-           "Dear Sir or Madam,\n\n" + "I write to you about the weather of last week. " * 9]  # fmt: skip
+PROMPTS = [
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    "中国的首都是",
+    "Once upon a time, there was a 🐉",
+    "1, 2, 3,",
+    "Dear Sir or Madam,\n\n" + "I write to you about the weather of last week. " * 9,
+]
 TYPES = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16", "quantization": "none"},
