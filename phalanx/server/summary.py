@@ -26,7 +26,7 @@ def summary(
     """`config` is resolved and has the real port."""
     replicas = config.parallel.data_parallel_size
     lines = [
-        f"Model: {', '.join(names)} ({info.dtype} on {info.device}, loaded in {info.load_s:.1f} s)",
+        f"Model: {', '.join(names)} ({_type(config, info)} on {info.device}, loaded in {info.load_s:.1f} s)",
         f"Layout: {_layout(config.parallel, info.mesh)}, executor {info.executor}",
         *_shares(config.parallel, info),
         *cache_lines(
@@ -48,6 +48,11 @@ def summary(
         "",
     ]
     return "\n".join(lines)
+
+
+def _type(config: EngineConfig, info: EngineInfo) -> str:
+    quantization = config.model.quantization
+    return info.dtype if quantization in (None, "none") else f"{quantization} weights, {info.dtype}"
 
 
 def _shares(parallel: ParallelConfig, info: EngineInfo) -> list[str]:
