@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx import layout_rules
 from phalanx.errors import ConfigError
+from phalanx.speculative_config import SpeculativeConfig, parse_speculative_config, read_speculative_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +127,23 @@ class SchedulerConfig:
         "Who waiting goes next among equal priorities: `fair` between API keys, `fcfs` (or `priority`) in order of "
         "arrival, or what an installed package supplies.",
     )
+    speculative_config: str | None = option(
+        None,
+        "Compute tokens that are likely to come next beside those that have come, as JSON: "
+        '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2} proposes up '
+        "to 4 that followed the latest 2 to 4 tokens before. Answers stay the same.",
+        parse=parse_speculative_config,
+        metavar="JSON",
+    )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
+
+    @property
+    def max_num_sampled(self) -> int:
+        """Most tokens sampled in one step."""
+        return self.max_num_seqs + (self.speculation.num_speculative_tokens if self.speculation else 0)
 
 
 def parse_tensor_split(text: str) -> str:
@@ -430,7 +448,9 @@ def _checked(declared: dataclasses.Field[Any], value: Any) -> Any:
         parse = declared.metadata["parse"]
         return items if parse is None else tuple(parse(item) for item in items)
     base = kind.removesuffix(" | None")
-    if isinstance(value, str) and (base != "str" or declared.metadata["parse"] is not None):
+    if isinstance(value, dict) and declared.metadata["metavar"] == "JSON":
+        value = declared.metadata["parse"](value)
+    elif isinstance(value, str) and (base != "str" or declared.metadata["parse"] is not None):
         value = parse_text(declared, value)
     if not isinstance(value, _TYPES[base]) or (isinstance(value, bool) and base != "bool"):
         raise ConfigError(f"`{name}` must be {base}, got {type(value).__name__}.")

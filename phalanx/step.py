@@ -7,6 +7,10 @@ step is then one entry of the parallel arrays in `rows`. Nothing else is repeate
 A row samples a token in a step exactly when, after the step, all tokens the worker knows of that request have been
 computed; so a chunk of a prompt that is not its last one samples nothing.
 
+A row that samples may carry proposed tokens: what may come next. They are computed behind the request's own, and a
+token is sampled after each of them too, as if it were the request's. The first sampled token stands in any case, and
+the one after a proposed token where that is what was sampled in its place. The next plan tells workers which stood.
+
 Covers the wire format and its packing. Does not cover transport, which is the executor's business.
 """
 
@@ -90,13 +94,21 @@ class Rows(msgspec.Struct, frozen=True, array_like=True):
     slots: bytes = b""
     """uint16."""
     num_tokens: bytes = b""
-    """uint16: how many tokens of the request are computed in this step (≥ 1)."""
+    """uint16: how many tokens of the request are computed in this step (≥ 1), those proposed not counted."""
     last_tokens: bytes = b""
     """int32: a token to append before computing, or `ON_DEVICE`, or `NO_TOKEN`."""
     block_rows: bytes = b""
     """uint16: indices into `slots`, one per new block, in order."""
     new_blocks: bytes = b""
     """int32: the block to append to that row's table."""
+    accepted_rows: bytes = b""
+    """uint16: indices into `slots`, one per token of `accepted`, in order."""
+    accepted: bytes = b""
+    """int32: a token to append before the one in `last_tokens`; it was proposed and is computed already."""
+    proposed_rows: bytes = b""
+    """uint16: indices into `slots`, one per token of `proposed`, in order; only rows that sample."""
+    proposed: bytes = b""
+    """int32: a token that may come next, for this step only."""
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -108,7 +120,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     released: bytes = b""
     """uint16: slots that are free from now on. Applied before `admissions`, which may reuse them."""
     mask_rows: bytes = b""
-    """uint16: indices into `rows.slots` whose next token a grammar restricts."""
+    """uint16: indices into `rows.slots` whose next token a grammar restricts; for a row with proposed tokens once for
+    each token it samples, in order."""
     masks: bytes = b""
     """One bitmask a masked row, ceil(vocab / 32) int32 words each; bit t of the mask set = token t allowed."""
 
@@ -145,11 +158,11 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     epoch: int
     step_id: int
     slots: bytes = b""
-    """uint16: the rows that sampled, in the order of the plan."""
+    """uint16: the rows that sampled, in the order of the plan, once for each token that stands."""
     tokens: bytes = b""
     """int32, parallel to `slots`."""
-    logprobs: dict[int, TokenLogprobs] = {}
-    """By slot, for rows that asked."""
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    """By slot, for rows that asked, one for each token that stands."""
     prompt_logprobs: list[PromptLogprobs] = []
     failures: list[RowFailure] = []
     compute_s: float = 0.0

@@ -229,7 +229,7 @@ def from_file(path: str) -> dict[str, Any]:
                 else "'phalanx serve --help' lists the options."
             )
             raise ConfigError(f"{path}: unknown option '{key}'.", fix=fix)
-        if isinstance(value, dict):
+        if isinstance(value, dict) and known[name][1].metadata["metavar"] != "JSON":
             raise ConfigError(f"{path}: '{key}' holds a mapping, but takes a value.")
         if name in options:
             raise ConfigError(f"{path}: '{key}' is given twice.")

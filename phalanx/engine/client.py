@@ -13,6 +13,7 @@ import msgspec
 
 from phalanx.errors import EngineDead, PhalanxError
 from phalanx.executor.base import Shares, WorkerStatus
+from phalanx.metrics.speculation import SpeculationCounts
 from phalanx.sampling_params import SamplingParams
 from phalanx.step import TokenLogprobs
 
@@ -192,6 +193,7 @@ class EngineStatus(msgspec.Struct):
     """Prompt tokens looked up in the prefix cache."""
     prefix_hits: int = 0
     computed_tokens: int = 0
+    speculation: SpeculationCounts = msgspec.field(default_factory=SpeculationCounts)
     step_seconds: float = 0.0
     """Sum over steps, with `step` the mean."""
     heartbeat: float = 0.0

@@ -34,6 +34,7 @@ from phalanx.engine.request import Grammar, Request, error_output
 from phalanx.engine.scheduler import Scheduler
 from phalanx.errors import EngineDead, InvalidRequest, Recovering
 from phalanx.executor.base import CacheLayout, Executor, WorkerDied
+from phalanx.metrics.speculation import SpeculationCounts
 from phalanx.sampling_params import SamplingParams, StructuredOutputs
 from phalanx.step import StepResult
 
@@ -430,6 +431,7 @@ class Engine:
             prefix_queries=counters.prefix_queries,
             prefix_hits=counters.prefix_hits,
             computed_tokens=counters.computed_tokens,
+            speculation=counters.speculation + SpeculationCounts(),
             step_seconds=counters.step_seconds,
             heartbeat=self._heartbeat,
             ranks=self._ranks,

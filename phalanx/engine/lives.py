@@ -42,7 +42,7 @@ SLOWER = 3.0
 
 SUMMED = (
     "running", "waiting", "blocks", "free_blocks", "preemptions",
-    "prefix_queries", "prefix_hits", "computed_tokens", "step_seconds", "step",
+    "prefix_queries", "prefix_hits", "computed_tokens", "speculation", "step_seconds", "step",
 )  # fmt: skip
 """Fields of EngineStatus that several engines add up to."""
 _COUNTERS = SUMMED[4:]

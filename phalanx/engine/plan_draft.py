@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from phalanx.engine.request import Request
+from phalanx.engine.request import Grammar, Request
+from phalanx.errors import InvalidRequest
 from phalanx.step import NO_TOKEN, Admission, Rows, StepPlan, pack
 
 MAX_ROW_TOKENS = 65535
@@ -18,9 +20,10 @@ class Row:
     request: Request
     slot: int
     count: int
-    """Tokens computed."""
+    """Tokens of its own that are computed."""
     samples: bool
     """Whether all its tokens are computed then, so that the step draws the next one."""
+    proposed: list[int]
 
 
 class PlanDraft:
@@ -31,38 +34,72 @@ class PlanDraft:
         self.step_id = step_id
         self.budget = budget
         """Tokens that this step may still take."""
+        self.proposals = 0
+        """Tokens that may still be proposed."""
         self.rows: list[Row] = []
         self._mask_words = -(-vocab_size // 32)
         self._admissions: list[Admission] = []
         self._last_tokens: list[int] = []
         self._block_rows: list[int] = []
         self._new_blocks: list[int] = []
+        self._accepted_rows: list[int] = []
+        self._accepted: list[int] = []
+        self._proposed_rows: list[int] = []
+        self._proposed: list[int] = []
         self._mask_rows: list[int] = []
         self._masks: list[bytes] = []
 
-    def add(self, request: Request, count: int, fresh: list[int]) -> None:
-        """Compute the next `count` tokens of `request`, which has a slot and blocks for them; `fresh` are those of its
-        blocks that workers who know it have not been told of. What its grammar raises leaves the draft unchanged."""
+    def add(self, request: Request, count: int, fresh: list[int], proposed: Sequence[int] = ()) -> None:
+        """Compute the next `count` tokens of `request`, and those `proposed` as far as its grammar allows. It has a
+        slot and blocks for them; `fresh` are those of its blocks that workers who know it have not been told of. What
+        its grammar raises leaves the draft unchanged."""
         if request.slot is None:
             raise ValueError("a request without a slot cannot run")
         row = len(self.rows)
         samples = request.num_computed + count == len(request.tokens)
         if samples and request.grammar is not None:
-            mask = np.zeros(self._mask_words, dtype=np.int32)
-            request.grammar.fill_mask(mask)
-            self._mask_rows.append(row)
-            self._masks.append(mask.tobytes())
+            masks, proposed = self._constrained(request.grammar, request, proposed)
+            self._mask_rows += [row] * len(masks)
+            self._masks += masks
         if not request.num_sent:
             self._admissions.append(request.admission())
             self._last_tokens.append(NO_TOKEN)
         else:
-            self._last_tokens.append(request.tokens[-1] if request.num_sent < len(request.tokens) else NO_TOKEN)
+            new = request.tokens[request.num_sent :]
+            self._last_tokens.append(new.pop() if new else NO_TOKEN)
+            self._accepted_rows += [row] * len(new)
+            self._accepted += new
             self._block_rows += [row] * len(fresh)
             self._new_blocks += fresh
-        self.rows.append(Row(request, request.slot, count, samples))
-        self.budget -= count
+        self._proposed_rows += [row] * len(proposed)
+        self._proposed += proposed
+        self.rows.append(Row(request, request.slot, count, samples, list(proposed)))
+        self.budget -= count + len(proposed)
+        self.proposals -= len(proposed)
         request.num_sent = len(request.tokens)
         request.in_flight = count
+
+    def _constrained(
+        self, grammar: Grammar, request: Request, proposed: Sequence[int]
+    ) -> tuple[list[bytes], Sequence[int]]:
+        """A mask for each token that is sampled, and the proposed tokens that the answer may go on with."""
+        masks = [self._mask(grammar)]
+        if not proposed:
+            return masks, proposed
+        fork = grammar.fork()
+        try:
+            for token in proposed:
+                if token in request.given.eos_token_ids or not fork.accept(token) or fork.terminated:
+                    break
+                masks.append(self._mask(fork))
+        except InvalidRequest:  # too complex to go on with, should it come to that
+            pass
+        return masks, proposed[: len(masks) - 1]
+
+    def _mask(self, grammar: Grammar) -> bytes:
+        mask = np.zeros(self._mask_words, dtype=np.int32)
+        grammar.fill_mask(mask)
+        return mask.tobytes()
 
     def plan(self, released: list[int]) -> StepPlan:
         return StepPlan(
@@ -75,6 +112,10 @@ class PlanDraft:
                 last_tokens=pack(self._last_tokens),
                 block_rows=pack(self._block_rows, "H"),
                 new_blocks=pack(self._new_blocks),
+                accepted_rows=pack(self._accepted_rows, "H"),
+                accepted=pack(self._accepted),
+                proposed_rows=pack(self._proposed_rows, "H"),
+                proposed=pack(self._proposed),
             ),
             released=pack(released, "H"),
             mask_rows=pack(self._mask_rows, "H"),

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.engine.client import EngineOutput, EngineRequest, RequestError
+from phalanx.engine.speculation import Proposer
 from phalanx.errors import ContextLengthExceeded, InvalidRequest
 from phalanx.step import Admission, PromptLogprobs, SamplingState, TokenLogprobs, pack
 
@@ -41,6 +42,10 @@ class Grammar(Protocol):
         """Set bit t of `out`, int32 [ceil(vocab / 32)], for every token t allowed next, and clear the others."""
         ...
 
+    def fork(self) -> Grammar:
+        """Another one at the same place; what happens to it changes nothing here."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Request:
@@ -56,6 +61,8 @@ class Request:
     resumed: bool
     """It has run before, here or elsewhere."""
     grammar: Grammar | None = None
+    proposer: Proposer | None = None
+    """Proposes tokens for it, where that is wanted."""
     finished: bool = False
 
     slot: int | None = None
@@ -68,7 +75,7 @@ class Request:
     num_sent: int = 0
     """Tokens that the workers know; 0 before its admission is sent."""
     in_flight: int = 0
-    """Tokens being computed by a plan whose result is not back."""
+    """Tokens being computed by a plan whose result is not back, those proposed not counted."""
 
     hashes: list[bytes] = field(default_factory=list)
     """Of its full blocks, as far as they were needed; they depend on its tokens alone."""

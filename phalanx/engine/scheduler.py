@@ -12,6 +12,10 @@ free, the last one in order is preempted. Preemption is release, resuming is adm
 third case. A request in flight (its plan submitted, the result not back) is left alone: not planned, not preempted, and
 when it is aborted its slot and blocks are released with its result.
 
+Where speculation is wanted, a running request that has one token to compute may get proposed ones beside it
+(`phalanx.engine.speculation`): within the budget, in blocks that nobody needs, as far as its last token and its grammar
+allow. Those that come true are its tokens, as if drawn one by one; the others leave nothing but blocks it will use.
+
 A request that the whole cache cannot hold any more (workers that were lost left a smaller one) is parked: it is neither
 running nor in the queue until a larger cache comes, and says so in the log.
 
@@ -26,17 +30,20 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from phalanx.config import SchedulerConfig
 from phalanx.engine.client import EngineOutput, RequestError, request_error
 from phalanx.engine.kv_blocks import BlockPool, extend_hashes
-from phalanx.engine.plan_draft import MAX_ROW_TOKENS, PlanDraft
+from phalanx.engine.plan_draft import MAX_ROW_TOKENS, PlanDraft, Row
 from phalanx.engine.queue import WaitingQueue
 from phalanx.engine.request import Request, error_output
 from phalanx.engine.scheduling import make_policy
+from phalanx.engine.speculation import Proposer
 from phalanx.errors import InvalidRequest, PhalanxError, Recovering
 from phalanx.executor.base import CacheLayout, WorkerDied
+from phalanx.metrics.speculation import SpeculationCounts
 from phalanx.step import PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs, unpack
 
 _log = logging.getLogger(__name__)
@@ -54,14 +61,16 @@ class Counters:
     prefix_queries: int = 0
     """Tokens looked up in the prefix cache."""
     prefix_hits: int = 0
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """What one row of a result says."""
 
-    token: int | None
-    logprobs: TokenLogprobs | None
+    tokens: Sequence[int]
+    """Empty for a row that does not sample."""
+    logprobs: list[TokenLogprobs] | None
     prompt_logprobs: PromptLogprobs | None
     failure: RowFailure | None
 
@@ -79,7 +88,10 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self._max_in_flight = max_in_flight
         self._step_id = 0
+        self._speculation = config.speculation
         self.counters = Counters()
+        if self._speculation is not None:
+            self.counters.speculation.accepted_at = [0] * self._speculation.num_speculative_tokens
         self.requests: dict[str, Request] = {}
         """Everyone waiting or running."""
         self.queue = WaitingQueue(config.max_num_queued_reqs, make_policy(config.scheduling_policy))
@@ -144,6 +156,8 @@ class Scheduler:
 
     def add(self, request: Request, now: float) -> None:
         """Put a checked request into the queue. Its first output, without tokens, says so."""
+        if self._speculation is not None:
+            request.proposer = Proposer(self._speculation)
         self.requests[request.request_id] = request
         self._queue_or_park(request, now)
         self._outputs.append(EngineOutput(request.request_id, request.num_output))
@@ -250,6 +264,9 @@ class Scheduler:
     def _continue_running(self, draft: PlanDraft, now: float) -> None:
         share = -(-len(self.running) // self._max_in_flight)  # of each plan in flight, so that every stage has work
         ready = [request for request in self.running if not request.in_flight][:share]
+        if self._speculation is not None:
+            rows = len(ready) + min(len(self._free_slots), len(self.queue))
+            draft.proposals = self._config.max_num_sampled - rows
         for position, request in enumerate(ready):
             if not draft.budget:
                 break
@@ -259,7 +276,21 @@ class Scheduler:
             count = min(request.num_to_compute, max(1, draft.budget - kept), MAX_ROW_TOKENS)
             fresh = self._grow(request, request.num_computed + count, now)
             if fresh is not None:
-                self._place(draft, request, count, fresh, now)
+                proposed = self._propose(draft, request, count, kept, len(ready)) if draft.proposals > 0 else []
+                if proposed:
+                    fresh += self.pool.append(request.blocks, len(request.tokens) + len(proposed)) or []
+                self._place(draft, request, count, fresh, now, proposed)
+
+    def _propose(self, draft: PlanDraft, request: Request, count: int, kept: int, sharing: int) -> list[int]:
+        """Tokens to compute beside the next `count`, for which there are blocks; those after it keep a token each of
+        the budget, and everyone running a free block. `sharing` requests share the step."""
+        proposer = request.proposer
+        if proposer is None or count > 1 or request.num_to_compute > 1:
+            return []
+        room = min(draft.budget - kept - 1, draft.proposals, request.max_total - len(request.tokens) - 1)
+        proposed = proposer.propose(request.tokens, room, sharing)
+        spare = max(0, self.pool.num_free - len(self.running)) + len(request.blocks)
+        return proposed[: max(0, spare * self.pool.block_size - len(request.tokens))]
 
     def _grow(self, request: Request, tokens: int, now: float) -> list[int] | None:
         """Give `request` blocks for `tokens` tokens, at the cost of those after it. None when it must wait."""
@@ -327,9 +358,11 @@ class Scheduler:
             for block, block_hash in zip(table[num_cached:], request.hashes[num_cached:], strict=False):
                 self.pool.expect(block, block_hash)
 
-    def _place(self, draft: PlanDraft, request: Request, count: int, fresh: list[int], now: float) -> None:
+    def _place(
+        self, draft: PlanDraft, request: Request, count: int, fresh: list[int], now: float, proposed: Sequence[int] = ()
+    ) -> None:
         try:
-            draft.add(request, count, fresh)
+            draft.add(request, count, fresh, proposed)
         except Exception as error:  # its grammar's; nobody else may suffer from it
             self.fail(request, error, now)
 
@@ -357,12 +390,12 @@ class Scheduler:
                 self._release(request)
                 continue
             try:
-                self._advance(request, row.count, answer, now)
+                self._advance(request, row, answer, len(draft.rows), now)
             except Exception as error:
                 self.fail(request, error, now)
         return self.take_outputs()
 
-    def _advance(self, request: Request, count: int, answer: _Answer, now: float) -> None:
+    def _advance(self, request: Request, row: Row, answer: _Answer, sharing: int, now: float) -> None:
         if answer.failure is not None:
             if answer.failure.asked_for:
                 error = request_error(InvalidRequest(answer.failure.message, fix="Relax them."))
@@ -371,37 +404,45 @@ class Scheduler:
                 self.pool.retract(request.blocks[request.num_found :])  # it must not fail whoever shares them, too
             self._end(request, error_output(request, error), now)
             return
-        self.counters.computed_tokens += count
-        request.num_computed += count
-        self._publish(request, request.num_computed - count)
+        self.counters.computed_tokens += row.count + len(row.proposed)
+        request.num_computed += row.count
+        self._publish(request, request.num_computed - row.count)
         piece = answer.prompt_logprobs
         prompt_logprobs = request.new_prompt_logprobs(piece) if piece is not None else None
-        if answer.token is None:
+        if not answer.tokens:
             if prompt_logprobs:
                 self._outputs.append(
                     EngineOutput(request.request_id, request.num_output, prompt_logprobs=prompt_logprobs)
                 )
             return
         start = request.num_output
-        self._append(request, answer.token)
-        first = start == len(request.given.output_token_ids)
-        reason, stop_token = request.finish()
-        output = EngineOutput(
-            request.request_id,
-            start,
-            [answer.token],
-            logprobs=[answer.logprobs] if answer.logprobs is not None else None,
-            prompt_logprobs=prompt_logprobs or None,
-            finish_reason=reason,
-            stop_token_id=stop_token,
-            num_cached_tokens=(request.num_cached or 0) if first else 0,
-            scheduled_s=request.scheduled_s if first else None,
-            queued_s=request.queued_s if first else None,
-        )
+        try:
+            reason, stop_token = self._append_all(request, answer.tokens)
+        except Exception:
+            if request.num_output > start:
+                self._outputs.append(_news(request, start, answer, prompt_logprobs))
+            raise
+        output = _news(request, start, answer, prompt_logprobs, reason, stop_token)
+        if row.proposed:
+            self.counters.speculation.note(len(row.proposed), len(output.token_ids) - 1)
+            if request.proposer is not None:
+                request.proposer.settle(len(row.proposed), len(output.token_ids) - 1, sharing)
         if reason is None:
             self._outputs.append(output)
         else:
             self._end(request, output, now)
+
+    def _append_all(self, request: Request, tokens: Sequence[int]) -> tuple[str | None, int | None]:
+        """Append tokens until one ends the request; all but the last of these are computed. As `Request.finish`."""
+        for place, token in enumerate(tokens):
+            if place:
+                request.num_computed += 1
+                self._publish(request, request.num_computed - 1)
+            self._append(request, token)
+            reason, stop_token = request.finish()
+            if reason is not None:
+                return reason, stop_token
+        return None, None
 
     def _publish(self, request: Request, before: int) -> None:
         """Make the blocks findable that became full since `before` tokens were computed."""
@@ -471,6 +512,27 @@ class Scheduler:
             raise RuntimeError("A request is in two places or in none.")
 
 
+def _news(
+    request: Request, start: int, answer: _Answer, prompt_logprobs: list[TokenLogprobs] | None,
+    reason: str | None = None, stop_token: int | None = None,
+) -> EngineOutput:  # fmt: skip
+    """Its output tokens from `start` on, with what `answer` says of them."""
+    first = start == len(request.given.output_token_ids)
+    tokens = request.tokens[request.num_prompt + start :]
+    return EngineOutput(
+        request.request_id,
+        start,
+        tokens,
+        logprobs=answer.logprobs[: len(tokens)] if answer.logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs or None,
+        finish_reason=reason,
+        stop_token_id=stop_token,
+        num_cached_tokens=(request.num_cached or 0) if first else 0,
+        scheduled_s=request.scheduled_s if first else None,
+        queued_s=request.queued_s if first else None,
+    )
+
+
 def _read(draft: PlanDraft, result: StepResult) -> list[_Answer]:
     """One answer for each row of `draft`. Raises WorkerDied when `result` does not answer that plan, row for row."""
     if (result.epoch, result.step_id) != (draft.epoch, draft.step_id):
@@ -480,13 +542,21 @@ def _read(draft: PlanDraft, result: StepResult) -> list[_Answer]:
             f"when step {draft.step_id} of epoch {draft.epoch} was due",
         )
     slots, drawn = unpack(result.slots, "H"), unpack(result.tokens)
-    tokens = dict(zip(slots, drawn, strict=False))
     failures = {failure.slot: failure for failure in result.failures}
     prompt_logprobs = {piece.slot: piece for piece in result.prompt_logprobs}
-    due = {row.slot for row in draft.rows if row.samples} - failures.keys()
-    if len(slots) != len(drawn) or len(slots) != len(tokens) or tokens.keys() - failures.keys() != due:
+    tokens: dict[int, list[int]] = {}
+    for slot, token in zip(slots, drawn, strict=False):
+        tokens.setdefault(slot, []).append(token)
+    due = {row.slot: row.proposed for row in draft.rows if row.samples and row.slot not in failures}
+    fits = len(slots) == len(drawn) and tokens.keys() - failures.keys() == due.keys()
+    if not fits or any(_unasked(tokens[slot], proposed) for slot, proposed in due.items()):
         raise WorkerDied(0, f"its answer to step {result.step_id} does not fit the plan")
     return [
-        _Answer(tokens.get(slot), result.logprobs.get(slot), prompt_logprobs.get(slot), failures.get(slot))
+        _Answer(tokens.get(slot, ()), result.logprobs.get(slot), prompt_logprobs.get(slot), failures.get(slot))
         for slot in (row.slot for row in draft.rows)
     ]
+
+
+def _unasked(tokens: list[int], proposed: list[int]) -> bool:
+    """Whether these are not the beginning of what was proposed, and one more."""
+    return len(tokens) > 1 and tokens[:-1] != proposed[: len(tokens) - 1]

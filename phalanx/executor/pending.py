@@ -20,12 +20,12 @@ class Pending(Future[StepResult]):
     def __init__(self, executor: Collector, plan: StepPlan):
         super().__init__()
         self._executor = executor
-        self._counts = plan.rows.num_tokens
+        self._rows = plan.rows
 
     @property
     def tokens(self) -> int:
         """Of its step."""
-        return sum(unpack(self._counts, "H"))
+        return sum(unpack(self._rows.num_tokens, "H")) + len(unpack(self._rows.proposed))
 
     def result(self, timeout: float | None = None) -> StepResult:
         if not self.done():

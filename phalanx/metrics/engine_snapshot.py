@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from phalanx.metrics.speculation import SpeculationCounts
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
@@ -19,6 +21,7 @@ class EngineSnapshot:
     prefix_queries: int
     prefix_hits: int
     computed_tokens: int
+    speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
     failures: dict[str, int] = field(default_factory=dict)
     """Losses of workers and engine processes, by kind."""
 

@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from phalanx.metrics.engine_snapshot import EngineSnapshot
+from phalanx.metrics.speculation import SpeculationCounts
 
 PREFIX = "phalanx:"
 
@@ -53,6 +54,8 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(PREFIX + metric, help, labels=["model_name"])
             counter.add_metric([name], float(total))
             yield counter
+        if snapshot.speculation.accepted_at:
+            yield from _of_speculation(name, snapshot.speculation)
         losses = CounterMetricFamily(
             PREFIX + "worker_failures", "Workers and engine processes lost, by kind.", labels=["model_name", "kind"]
         )
@@ -63,3 +66,21 @@ class EngineCollector(Collector):
         for known in STATES:
             state.add_metric([name, known], float(snapshot.state == known))
         yield state
+
+
+def _of_speculation(name: str, counts: SpeculationCounts) -> Iterator[Metric]:
+    for metric, help, total in (
+        ("drafts", "Times that tokens were proposed for a request.", counts.drafts),
+        ("draft_tokens", "Tokens proposed.", counts.draft_tokens),
+        ("accepted_tokens", "Proposed tokens that were accepted.", counts.accepted_tokens),
+    ):
+        counter = CounterMetricFamily(PREFIX + "spec_decode_num_" + metric, help, labels=["model_name"])
+        counter.add_metric([name], float(total))
+        yield counter
+    places = CounterMetricFamily(
+        PREFIX + "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens, by place among those proposed together.",
+        labels=["model_name", "position"],
+    )  # fmt: skip
+    for place, total in enumerate(counts.accepted_at):
+        places.add_metric([name, str(place)], float(total))
+    yield places

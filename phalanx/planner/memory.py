@@ -61,7 +61,7 @@ class Demand:
     def of(cls, spec: DecoderSpec, config: EngineConfig) -> Demand:
         """`config` is resolved."""
         scheduler, dtype = config.scheduler, config.model.dtype
-        tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_sampled
         activations = activation_bytes(spec, dtype, tokens=tokens, rows=rows)
         length = config.model.max_model_len or spec.max_positions
         return cls(spec, dtype, config.cache, length, rows, activations)

@@ -90,14 +90,14 @@ class SamplingTable:
         counts = None
         if penalised:
             counted_prompt = tokens[:num_prompt] if state.repetition_penalty != 1.0 else tokens[:0]
-            counts = TokenCounts(self._columns(counted_prompt), self._columns(tokens[num_prompt:]))
+            counts = TokenCounts(self.columns(counted_prompt), self.columns(tokens[num_prompt:]))
         constraints = Constraints(
             first=self.span[0],
-            allowed=self._columns(np.unique(_token_ids(allowed, vocab, "allowed_token_ids"))) if len(allowed) else None,
-            bias_ids=self._columns(bias_ids),
+            allowed=self.columns(np.unique(_token_ids(allowed, vocab, "allowed_token_ids"))) if len(allowed) else None,
+            bias_ids=self.columns(bias_ids),
             bias_values=bias_values[here],
             bad_words=tuple(word for word in bad_words if self.span[0] <= word[-1] < self.span[1]),
-            stop_ids=self._columns(_token_ids(stop_ids, vocab, "stop_token_ids")),
+            stop_ids=self.columns(_token_ids(stop_ids, vocab, "stop_token_ids")),
             counts=counts,
         )
         self._constraints[slot] = constraints
@@ -119,7 +119,7 @@ class SamplingTable:
     def _has(self, tokens: NDArray[_Tokens]) -> NDArray[np.bool_]:
         return (tokens >= self.span[0]) & (tokens < self.span[1])
 
-    def _columns(self, tokens: NDArray[_Tokens]) -> NDArray[_Tokens]:
+    def columns(self, tokens: NDArray[_Tokens]) -> NDArray[_Tokens]:
         """Those of `tokens` that have a column here, as columns."""
         if self.span == (0, self.vocab_size):
             return tokens

@@ -8,6 +8,7 @@ request costs memory for the distinct tokens it has, not for the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,6 +41,16 @@ class TokenCounts:
             self.size += 1
         self._counts[at] += 1
 
+    def with_more(self, tokens: Sequence[int]) -> CountsAhead:
+        """As they would be with these tokens produced too."""
+        size, new = self.size, [token for token in dict.fromkeys(tokens) if token not in self._index]
+        ids = np.concatenate([self.ids, np.array(new, np.int32)])
+        counts = np.concatenate([self.counts, np.zeros(len(new), np.int32)])
+        added = {token: size + i for i, token in enumerate(new)}
+        for token in tokens:
+            counts[added[token] if token in added else self._index[token]] += 1
+        return CountsAhead(ids, counts)
+
     @property
     def ids(self) -> NDArray[np.int32]:
         """int32 [size], each token once."""
@@ -51,10 +62,22 @@ class TokenCounts:
         return self._counts[: self.size]
 
 
+@dataclass(frozen=True, slots=True)
+class CountsAhead:
+    """`TokenCounts` at a moment that may never come. The arrays are parallel."""
+
+    ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
+
+
 def apply_penalties(
     logits: torch.Tensor,
     rows: Sequence[int],
-    counts: Sequence[TokenCounts],
+    counts: Sequence[TokenCounts | CountsAhead],
     presence: NDArray[np.float64],
     frequency: NDArray[np.float64],
     repetition: NDArray[np.float64],

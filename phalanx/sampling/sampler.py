@@ -27,7 +27,7 @@ from phalanx.sampling.constraints import apply_constraints, apply_masks
 from phalanx.sampling.logprobs import token_logprobs
 from phalanx.sampling.order import first_candidates
 from phalanx.sampling.parameters import GREEDY_BELOW, Constraints, SamplingTable
-from phalanx.sampling.penalties import apply_penalties
+from phalanx.sampling.penalties import CountsAhead, TokenCounts, apply_penalties
 from phalanx.sampling.race import race, single, winners
 from phalanx.sampling.random import DRAW, row_keys
 from phalanx.sampling.truncation import Truncation, kept_counts
@@ -45,7 +45,8 @@ CHUNK_ELEMENTS = 2**22
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """The R rows of a step that sample."""
+    """The R rows of a step that sample. A request has several where tokens are proposed for it: in each the proposed
+    tokens before its position count as its own."""
 
     slots: NDArray[np.int64]
     lengths: NDArray[np.int64]
@@ -54,6 +55,8 @@ class SamplingBatch:
     """Tokens produced so far."""
     produced: Callable[[int], NDArray[np.int32]]
     """The tokens that row i has produced so far. Called for constrained rows only."""
+    ahead: NDArray[np.int64] | None = None
+    """How many of them are proposed; None when none are."""
     mask_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     masks: NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 0), np.int32))
     """One row of words per entry of `mask_rows`."""
@@ -148,7 +151,9 @@ def constrain(
     apply_constraints(
         logits, rows, [limits for _, limits in limited], [batch.produced(row) for row in rows], too_short.tolist()
     )
-    penalised = [(row, limits.counts) for row, limits in limited if limits.counts is not None]
+    penalised = [
+        (row, _counts(row, limits.counts, table, batch)) for row, limits in limited if limits.counts is not None
+    ]
     slots = batch.slots[[row for row, _ in penalised]] if penalised else batch.slots[:0]
     apply_penalties(
         logits,
@@ -158,6 +163,12 @@ def constrain(
         table.frequency[slots],
         table.repetition[slots],
     )
+
+
+def _counts(row: int, counts: TokenCounts, table: SamplingTable, batch: SamplingBatch) -> TokenCounts | CountsAhead:
+    """Of the tokens that the row has produced, `counts` being those of its request."""
+    ahead = 0 if batch.ahead is None else int(batch.ahead[row])
+    return counts.with_more(table.columns(batch.produced(row)[-ahead:]).tolist()) if ahead else counts
 
 
 def truncation(table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]) -> Truncation:

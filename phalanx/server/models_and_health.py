@@ -107,6 +107,7 @@ async def status(state: ServerState, request: Request) -> Response:
             "engine": {"pid": info.pid if info else None},
             "engines": engine.engines,
             "requests": {"running": engine.running, "waiting": engine.waiting},
+            "speculation": engine.speculation if engine.speculation.accepted_at else None,
             "kv": {"blocks": engine.blocks, "free": engine.free_blocks},
             "places": {
                 "configured": engine.ranks,

@@ -83,6 +83,7 @@ class ServerState:
             prefix_queries=status.prefix_queries,
             prefix_hits=status.prefix_hits,
             computed_tokens=status.computed_tokens,
+            speculation=status.speculation,
             failures=status.failures,
         )
 

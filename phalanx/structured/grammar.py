@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
+from copy import copy
 from typing import Any, Protocol
 
 import llguidance
@@ -90,6 +91,13 @@ class Grammar:
             out[:] = self._buffer[: self._words]
             if self._vocab_size % 32:
                 out[-1] &= np.uint32((1 << (self._vocab_size % 32)) - 1).astype(np.int32)
+
+    def fork(self) -> Grammar:
+        """Another state at the same place; neither sees what happens to the other."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._buffer = None if self._buffer is None else np.zeros_like(self._buffer)
+        return other
 
     def rollback(self, count: int) -> None:
         """Undo the last `count` accepted tokens. Raises ValueError when there were fewer."""

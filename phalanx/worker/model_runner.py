@@ -22,6 +22,7 @@ from phalanx.step import NO_TOKEN, PromptLogprobs, RowFailure, StepPlan, StepRes
 from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.request_table import RequestTable, StepInputs, StepRows
 from phalanx.worker.stage_link import StageLink
+from phalanx.worker.verification import Places, standing
 
 _HEAD_ELEMENTS = 2**23
 """Most logits computed at once for prompt log-probabilities: 32 MiB."""
@@ -64,15 +65,20 @@ class ModelRunner:
             prompt_logprobs = self._prompt_logprobs(hidden, ends, rows, failures)
             if len(drawn):
                 sampled = self._sample(hidden, ends, rows, drawn, masks)
+        slots = rows.slots[drawn]
+        if rows.proposed is not None:
+            sampled, slots = self._verified(sampled, rows, drawn)
         for row, message in sampled.failures.items():
-            slot = int(rows.slots[drawn[row]])
+            slot = int(slots[row])
             failures[slot] = RowFailure(slot, message, asked_for=message == NO_CANDIDATE)
-        slots, tokens = rows.slots[drawn], sampled.tokens
+        tokens = sampled.tokens
         good = np.ones(len(slots), np.bool_)
         if failures:
             good[:] = [slot not in failures for slot in slots.tolist()]
             tokens = np.where(good, tokens, np.int32(NO_TOKEN))
         self.table.keep_sampled(slots, tokens)
+        if rows.proposed is not None:
+            self.table.keep_sampled(rows.slots[rows.proposed > 0], np.int32(NO_TOKEN))
         compute_s = time.perf_counter() - began
         self.worked_s = compute_s - self._waited_s
         return StepResult(
@@ -80,7 +86,7 @@ class ModelRunner:
             step_id=plan.step_id,
             slots=slots[good].astype("<u2").tobytes(),
             tokens=tokens[good].astype("<i4").tobytes(),
-            logprobs={int(slots[row]): entry for row, entry in sampled.logprobs.items() if good[row]},
+            logprobs=_by_slot(sampled.logprobs, slots, good),
             prompt_logprobs=[entry for entry in prompt_logprobs if entry.slot not in failures],
             failures=list(failures.values()),
             compute_s=compute_s,
@@ -113,27 +119,65 @@ class ModelRunner:
         drawn: NDArray[np.int64],
         masks: tuple[NDArray[np.int64], NDArray[np.int32]],
     ) -> Sampled:
-        """Draw for the rows `drawn` (indices into `rows`)."""
-        if len(drawn) < len(hidden):
-            hidden = hidden[self._tensor(ends[drawn] - 1)]
-        slots = rows.slots[drawn]
-        lengths = self.table.length[slots]
-        batch = SamplingBatch(
-            slots=slots,
-            lengths=lengths,
-            outputs=lengths - self.table.num_prompt[slots],
-            produced=lambda row: self.table.produced(int(slots[row])),
-        )
+        """Draw for the rows `drawn` (indices into `rows`): one token each, and one more after each proposed token."""
+        at, slots, ahead = ends[drawn] - 1, rows.slots[drawn], None
+        first = np.arange(len(drawn))
+        if rows.proposed is not None:
+            proposed = rows.proposed[drawn]
+            places = Places.of(proposed)
+            ahead, first = places.ahead, places.first
+            at, slots = (at - proposed)[places.row] + ahead, slots[places.row]
+        if len(at) < len(hidden):
+            hidden = hidden[self._tensor(at)]
+        batch = self._batch(slots, ahead)
         mask_rows, words = masks
         if len(mask_rows):
             # The plan counts its own rows; some may have failed, and masked rows may not sample in this step.
-            at = {index: i for i, index in enumerate(rows.index[drawn].tolist())}
-            kept = [i for i, index in enumerate(mask_rows.tolist()) if index in at]
-            batch.mask_rows = np.array([at[int(mask_rows[i])] for i in kept], np.int64)
+            next_place = dict(zip(rows.index[drawn].tolist(), first.tolist(), strict=True))
+            kept, masked = [], []
+            for i, index in enumerate(mask_rows.tolist()):
+                if index in next_place:
+                    kept.append(i)
+                    masked.append(next_place[index])
+                    next_place[index] += 1
+            batch.mask_rows = np.array(masked, np.int64)
             batch.masks = words[kept]
         if self.split is not None:
             return self.split.sample(self.decoder.own_logits(hidden), self.table.sampling, batch)
         return sample(self.decoder.logits(hidden), self.table.sampling, batch)
+
+    def _batch(self, slots: NDArray[np.int64], ahead: NDArray[np.int64] | None) -> SamplingBatch:
+        """`ahead` is how many proposed tokens are before each place."""
+        table, lengths = self.table, self.table.length[slots]
+        if ahead is None:
+            return SamplingBatch(
+                slots, lengths, lengths - table.num_prompt[slots], lambda row: table.produced(int(slots[row]))
+            )
+        lengths = lengths + ahead
+        return SamplingBatch(
+            slots, lengths, lengths - table.num_prompt[slots],
+            lambda row: table.produced(int(slots[row]), int(ahead[row])), ahead,
+        )  # fmt: skip
+
+    def _verified(
+        self, sampled: Sampled, rows: StepRows, drawn: NDArray[np.int64]
+    ) -> tuple[Sampled, NDArray[np.int64]]:
+        """What stands of `sampled`, and the slot of each token; a row without any has its first place, which failed."""
+        proposed = rows.proposed[drawn] if rows.proposed is not None else np.zeros(len(drawn), np.int64)
+        places = Places.of(proposed)
+        counts = np.ones(len(drawn), np.int64)
+        for row in np.flatnonzero(proposed).tolist():
+            begin, count = int(places.first[row]), int(proposed[row])
+            wanted = self.table.proposed(int(rows.slots[drawn[row]]), count)
+            counts[row] = max(1, standing(sampled.tokens[begin : begin + count + 1], wanted))
+        kept = np.flatnonzero(places.ahead < counts[places.row])
+        slots = rows.slots[drawn][places.row[kept]]
+        new = {place: i for i, place in enumerate(kept.tolist())}
+        return Sampled(
+            sampled.tokens[kept],
+            {new[place]: entry for place, entry in sampled.logprobs.items() if place in new},
+            {new[place]: why for place, why in sampled.failures.items() if place in new},
+        ), slots
 
     def _prompt_logprobs(
         self, hidden: torch.Tensor, ends: NDArray[np.int64], rows: StepRows, failures: dict[int, RowFailure]
@@ -172,6 +216,17 @@ class ModelRunner:
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
+
+
+def _by_slot(
+    entries: dict[int, TokenLogprobs], slots: NDArray[np.int64], good: NDArray[np.bool_]
+) -> dict[int, list[TokenLogprobs]]:
+    """`entries` are by index into `slots`, ascending."""
+    by_slot: dict[int, list[TokenLogprobs]] = {}
+    for row in sorted(entries):
+        if good[row]:
+            by_slot.setdefault(int(slots[row]), []).append(entries[row])
+    return by_slot
 
 
 def _nothing() -> Sampled:

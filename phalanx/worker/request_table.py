@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from phalanx.kernels import request_rows as kernels
 from phalanx.sampling.parameters import SamplingTable
-from phalanx.step import NO_TOKEN, ON_DEVICE, Admission, RowFailure, StepPlan
+from phalanx.step import NO_TOKEN, ON_DEVICE, Admission, RowFailure, Rows, StepPlan
 
 Ints = NDArray[np.int64]
 
@@ -34,10 +34,19 @@ class StepRows:
     start: Ints
     """Tokens computed before this step."""
     counts: Ints
-    """Tokens computed in this step, at least 1."""
+    """Tokens computed in this step, at least 1, and those proposed."""
     samples: NDArray[np.bool_]
     """Every known token is computed after this step."""
     failures: list[RowFailure] = field(default_factory=list)
+    proposed: Ints | None = None
+    """How many tokens are proposed for each row; None when none are."""
+
+    def kept(self, keep: NDArray[np.bool_], failures: list[RowFailure]) -> StepRows:
+        """Those in `keep`, with more `failures`."""
+        return StepRows(
+            self.index[keep], self.slots[keep], self.start[keep], self.counts[keep], self.samples[keep],
+            self.failures + failures,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -84,7 +93,7 @@ class RequestTable:
     # -- what a plan changes
 
     def apply(self, plan: StepPlan) -> StepRows:
-        """Release, admit, append. Raises ValueError when the plan's arrays do not fit together."""
+        """Release, admit, append, propose. Raises ValueError when the plan's arrays do not fit together."""
         failures: list[RowFailure] = []
         if plan.released:
             for slot in _unpacked(plan.released, "<u2").tolist():
@@ -95,20 +104,30 @@ class RequestTable:
             except Exception as error:  # whatever one request carries must not end the others
                 self.release(admission.slot)
                 failures.append(RowFailure(admission.slot, f"The worker refused the request: {error}"))
-        if kernels.serves():
-            if plan.admissions or self._view is None:
-                self._view = self._look()
-            rows = plan.rows
-            done = kernels.advance(
-                self._view, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows, rows.new_blocks
-            )
-            if done is not None:
-                slots, start, counts, samples = done
-                return StepRows(np.arange(len(slots)), slots, start, counts, samples, failures)
-        self._view = None
-        found = self._advance(plan)
-        found.failures = failures + [f for f in found.failures if f.slot not in {known.slot for known in failures}]
-        return found
+        rows = plan.rows
+        refused = self._accept(rows) if rows.accepted_rows else set()
+        found = None if refused else self._advance_natively(plan)
+        if found is None:
+            self._view = None
+            found = self._advance(plan, refused)
+        known = {failure.slot for failure in failures}
+        found.failures = failures + [failure for failure in found.failures if failure.slot not in known]
+        return self._propose(found, rows) if rows.proposed_rows else found
+
+    def _advance_natively(self, plan: StepPlan) -> StepRows | None:
+        """As `_advance`; None, with nothing changed, where that has to do it."""
+        if not kernels.serves():
+            return None
+        if plan.admissions or self._view is None:
+            self._view = self._look()
+        rows = plan.rows
+        done = kernels.advance(
+            self._view, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows, rows.new_blocks
+        )
+        if done is None:
+            return None
+        slots, start, counts, samples = done
+        return StepRows(np.arange(len(slots)), slots, start, counts, samples)
 
     def _look(self) -> kernels.TableView:
         return kernels.TableView(
@@ -159,8 +178,70 @@ class RequestTable:
         if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= self.blocks):
             raise ValueError(f"a block is outside the cache of {self.blocks} blocks.")
 
-    def _advance(self, plan: StepPlan) -> StepRows:
-        """Append tokens and blocks to the rows that run, and check that they can."""
+    def _accept(self, rows: Rows) -> set[int]:
+        """Append the accepted tokens, which an earlier step computed. Returns the indices of rows that cannot have been
+        given any, or that say so themselves; theirs are not appended."""
+        slots = _unpacked(rows.slots, "<u2").tolist()
+        tokens_of = _by_row(rows.accepted_rows, rows.accepted, len(slots))
+        refused = set()
+        for row, tokens in tokens_of.items():
+            slot, more = slots[row], len(tokens)
+            if not self._can_take(slot, tokens):
+                refused.add(row)
+                continue
+            length = int(self.length[slot])
+            self._widen(slot, length + more)
+            self.tokens[slot, length : length + more] = tokens
+            self.length[slot] += more
+            self.computed[slot] += more
+            self.sampling.append(np.full(more, slot), np.asarray(tokens, np.int32))
+        return refused
+
+    def _can_take(self, slot: int, tokens: list[int]) -> bool:
+        """Whether these tokens, computed, can follow those that it has, which are all computed."""
+        return bool(
+            slot < len(self.active)
+            and self.active[slot]
+            and self.computed[slot] == self.length[slot]
+            and self.length[slot] + len(tokens) <= min(self.max_model_len, self.num_blocks[slot] * self.block_size)
+            and min(tokens) >= 0
+            and max(tokens) < self.vocab_size
+        )
+
+    def _propose(self, found: StepRows, rows: Rows) -> StepRows:
+        """Write the proposed tokens behind those that the rows have, where the next step overwrites them. A row that
+        cannot compute them fails."""
+        tokens_of = _by_row(rows.proposed_rows, rows.proposed, len(rows.slots) // 2)
+        proposed = np.zeros(len(found.slots), np.int64)
+        keep = np.ones(len(found.slots), np.bool_)
+        for i, (row, slot, samples) in enumerate(
+            zip(found.index.tolist(), found.slots.tolist(), found.samples.tolist(), strict=True)
+        ):
+            tokens = tokens_of.get(row)
+            if tokens is None:
+                continue
+            length, more = int(self.length[slot]), len(tokens)
+            room = min(self.max_model_len, int(self.num_blocks[slot]) * self.block_size) - length
+            keep[i] = samples and more <= room and min(tokens) >= 0 and max(tokens) < self.vocab_size
+            if keep[i]:
+                self._widen(slot, length + more)
+                self.tokens[slot, length : length + more] = tokens
+                proposed[i] = more
+        if not keep.all():
+            why = "The worker cannot run the request: it cannot compute the tokens proposed for it."
+            found = found.kept(keep, [RowFailure(int(slot), why) for slot in found.slots[~keep]])
+            proposed = proposed[keep]
+        found.counts = found.counts + proposed
+        found.proposed = proposed
+        return found
+
+    def _widen(self, slot: int, length: int) -> None:
+        if length > self.tokens.shape[1]:
+            self.tokens = _widened(self.tokens, self.active, length, self.max_model_len)
+            self._view = None
+
+    def _advance(self, plan: StepPlan, refused: set[int]) -> StepRows:
+        """Append tokens and blocks to the rows that run, and check that they can; `refused` cannot."""
         slots = _unpacked(plan.rows.slots, "<u2").astype(np.int64)
         counts = _unpacked(plan.rows.num_tokens, "<u2").astype(np.int64)
         last = _unpacked(plan.rows.last_tokens, "<i4").astype(np.int64)
@@ -174,6 +255,8 @@ class RequestTable:
         if len(np.unique(slots)) != total:
             raise ValueError("the plan runs a slot twice.")
         exists = slots < len(self.active)
+        consistent = np.ones(total, np.bool_)
+        consistent[list(refused)] = False
         known = np.zeros(total, np.bool_)
         known[exists] = self.active[slots[exists]]
         safe = np.where(known, slots, 0)
@@ -185,6 +268,7 @@ class RequestTable:
         needed = self.computed[safe] + counts
         checks = (
             (known, "its slot is not known"),
+            (consistent, "it cannot have been given the tokens that are said to be accepted"),
             ((appends == 0) | ((append >= 0) & (append < self.vocab_size)), "its last token does not exist"),
             (self.length[safe] + appends <= self.max_model_len, "it is longer than the model allows"),
             (counts >= 1, "it computes nothing"),
@@ -261,22 +345,39 @@ class RequestTable:
             slot_mapping=blocks * self.block_size + positions % self.block_size,
         )
 
-    def produced(self, slot: int) -> NDArray[np.int32]:
-        """The request's output tokens so far. A view: read it before the next plan."""
-        return self.tokens[slot, self.num_prompt[slot] : self.length[slot]]
+    def produced(self, slot: int, ahead: int = 0) -> NDArray[np.int32]:
+        """The request's output tokens so far, and the first `ahead` of those proposed. A view: read it before the next
+        plan."""
+        return self.tokens[slot, self.num_prompt[slot] : self.length[slot] + ahead]
+
+    def proposed(self, slot: int, count: int) -> NDArray[np.int32]:
+        """The `count` tokens proposed for the request in this step. A view."""
+        return self.tokens[slot, self.length[slot] : self.length[slot] + count]
 
     def commit(self, rows: StepRows) -> None:
-        """The rows' tokens are computed now."""
-        self.computed[rows.slots] = rows.start + rows.counts
+        """The rows' tokens are computed now; of those proposed the next plan says which are theirs."""
+        own = rows.counts if rows.proposed is None else rows.counts - rows.proposed
+        self.computed[rows.slots] = rows.start + own
 
-    def keep_sampled(self, slots: Ints, tokens: NDArray[np.int32]) -> None:
-        """For `ON_DEVICE`: `NO_TOKEN` where a row failed."""
+    def keep_sampled(self, slots: Ints, tokens: NDArray[np.int32] | np.int32) -> None:
+        """For `ON_DEVICE`: `NO_TOKEN` where a row failed, or had proposed tokens."""
         self.sampled[slots] = tokens
 
 
 def _unpacked(data: bytes, dtype: str) -> NDArray[Any]:
     """Raises ValueError when `data` is not a whole number of items."""
     return np.frombuffer(data, dtype)
+
+
+def _by_row(indices: bytes, tokens: bytes, rows: int) -> dict[int, list[int]]:
+    """The tokens of each row that has some, in order. Raises ValueError when the arrays do not fit together."""
+    at, values = _unpacked(indices, "<u2").tolist(), _unpacked(tokens, "<i4").tolist()
+    if len(at) != len(values) or (at and max(at) >= rows):
+        raise ValueError("the plan's accepted or proposed tokens do not have one row each.")
+    by_row: dict[int, list[int]] = {}
+    for row, token in zip(at, values, strict=True):
+        by_row.setdefault(row, []).append(token)
+    return by_row
 
 
 def _widened(array: NDArray[np.int32], active: NDArray[np.bool_], width: int, most: int) -> NDArray[np.int32]:

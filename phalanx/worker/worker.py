@@ -116,7 +116,7 @@ class Worker:
         model, scheduler = self.config.model, self.config.scheduler
         self._weights = weight_bytes(self.spec, self.mesh, self.split, self.place, model.dtype)
         self._activations = activation_bytes(
-            self.spec, model.dtype, tokens=scheduler.max_num_batched_tokens, rows=scheduler.max_num_seqs
+            self.spec, model.dtype, tokens=scheduler.max_num_batched_tokens, rows=scheduler.max_num_sampled
         )
         check_before_loading(
             self._needs(), self._memory(), self.config.cache, device=self.device.type, dtype=model.dtype

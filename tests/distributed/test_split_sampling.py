@@ -23,10 +23,10 @@ from phalanx.sampling.split_vocabulary import SplitSampler
 from phalanx.step import NO_TOKEN, SamplingState, StepResult, decode_plan, encode, pack, unpack
 from phalanx.worker.worker import Worker, open_worker
 from tests.helpers.lockstep import LockstepGroup, run_ranks
-from tests.helpers.plan_script import Script
+from tests.helpers.plan_script import Reference, Script
 from tests.helpers.plans import GREEDY, Answer, Run, admission, answer, plan
 from tests.helpers.sampling import Row, batch_of, reference_token, sample_rows
-from tests.helpers.worker_model import HIDDEN, LAYERS, VOCAB, engine_config, write_model
+from tests.helpers.worker_model import HIDDEN, LAYERS, VOCAB, engine_config, reference_decoder, write_model
 
 
 @dataclass
@@ -359,14 +359,17 @@ class TestRunners:
         return run_ranks(ranks, body)
 
     @pytest.mark.parametrize(("ranks", "weights"), [(2, ()), (3, (1.0, 3.0, 2.0))])
-    @pytest.mark.parametrize("candidates", [128, 3])
+    @pytest.mark.parametrize(("candidates", "proposing"), [(128, False), (3, False), (128, True), (3, True)])
     def test_random_script(
-        self, model: Path, ranks: int, weights: tuple[float, ...], candidates: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """With more candidates than tokens, so that none is missing, and with so few that many rows gather."""
+        self, model: Path, ranks: int, weights: tuple[float, ...], candidates: int, proposing: bool,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        """With more candidates than tokens, so that none is missing, and with so few that many rows gather; and where
+        tokens are proposed."""
         monkeypatch.setattr("phalanx.sampling.split_vocabulary.CANDIDATES", (candidates,))
         alone = started(model)
         script = Script(np.random.default_rng(21), VOCAB, slots=8, blocks=90, block_size=4, max_len=60)
+        script.reference = Reference(reference_decoder(model)) if proposing else None
         plans, want = [], []
         for _ in range(50):
             step = script.next()
@@ -440,9 +443,11 @@ def assert_same(result: StepResult | None, want: Answer) -> None:
     """Tokens, failures, and log-probabilities within float noise."""
     assert result is not None
     got = answer(result)
-    assert got.tokens == want.tokens and got.failures == want.failures
+    assert got.chains == want.chains and got.failures == want.failures
     assert got.logprobs.keys() == want.logprobs.keys() and got.prompt_logprobs.keys() == want.prompt_logprobs.keys()
-    pairs = [(got.logprobs[slot], want.logprobs[slot]) for slot in want.logprobs]
+    pairs = []
+    for slot, entries in want.chain_logprobs.items():
+        pairs += list(zip(got.chain_logprobs[slot], entries, strict=True))
     for slot, (start, entries) in want.prompt_logprobs.items():
         assert got.prompt_logprobs[slot][0] == start
         pairs += list(zip(got.prompt_logprobs[slot][1], entries, strict=True))

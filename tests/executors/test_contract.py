@@ -118,30 +118,32 @@ def test_tokens_do_not_depend_on_the_batch(executor, reference):
     assert out == [reference.generate(p, 10, s) for p, s in zip(prompts, states, strict=True)]
 
 
+@pytest.mark.parametrize("proposing", [False, True], ids=["", "proposing"])
 @pytest.mark.parametrize("seed", range(4))
-def test_random_plans_equal_the_reference(executor, reference, seed):
+def test_random_plans_equal_the_reference(executor, reference, seed, proposing):
     """Whatever legal plans come, every token and log-probability is what computing from scratch gives."""
     script = Script(np.random.default_rng(seed), VOCAB, slots=8, blocks=90, block_size=4, max_len=60)
     script.on_device = executor.max_in_flight == 1
-    sampled = 0
+    script.reference = reference if proposing else None
+    sampled = accepted = 0
     for _ in range(60):
         got = answer(executor.submit(script.next()).result())
         assert not got.failures
-        assert sorted(got.tokens) == sorted(request.slot for request, _ in script.expect)
-        for request, allowed in script.expect:
-            want = reference.token(request.tokens, request.num_prompt, request.sampling, allowed)
-            assert got.tokens[request.slot] == want
+        assert sorted(got.tokens) == sorted(expected.request.slot for expected in script.expect)
+        for expected in script.expect:
+            request, want = expected.request, expected.chain(reference)
+            assert got.chains[request.slot] == want
             if request.sampling.logprobs >= 0:
-                check_logprobs(
-                    got.logprobs[request.slot],
-                    reference.logprobs(request.tokens, request.num_prompt)[-1],
-                    want,
-                    request.sampling.logprobs,
-                )
+                known = reference.logprobs([*request.tokens, *want[:-1]], request.num_prompt)[-len(want) :]
+                entries = got.chain_logprobs[request.slot]
+                for entry, logprobs, token in zip(entries, known, want, strict=True):
+                    check_logprobs(entry, logprobs, token, request.sampling.logprobs)
             sampled += 1
-        assert set(got.logprobs) == {r.slot for r, _ in script.expect if r.sampling.logprobs >= 0}
+            accepted += len(want) - 1
+        assert set(got.logprobs) == {e.request.slot for e in script.expect if e.request.sampling.logprobs >= 0}
         script.take(got)
     assert sampled > 100
+    assert accepted > 100 or not proposing
 
 
 def check_logprobs(entry, want: np.ndarray, token: int, num_top: int) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from phalanx.config import CacheConfig, EngineConfig, ModelConfig, RecoveryConfig, SchedulerConfig
 from phalanx.engine.client import EngineOutput, EngineRequest
 from phalanx.engine.engine import Engine
+from phalanx.engine.speculation import Proposer
 from phalanx.executor.base import CacheLayout
 from phalanx.sampling_params import SamplingParams
+from phalanx.speculative_config import parse_speculative_config
 from phalanx.step import TokenLogprobs
 from tests.helpers.fake_clock import FakeClock
 from tests.helpers.fake_executor import FakeExecutor, fake_logprobs, fingerprints, oracle
@@ -40,6 +43,20 @@ class Answer:
     """Finish reasons that something done to it excuses."""
 
 
+class Guesses(Proposer):
+    """Knows the answer, and says it where `guess` says so."""
+
+    def __init__(self, wanted: list[int], most: int, guess: Callable[[], bool]) -> None:
+        self._wanted, self._limit, self._guess = wanted, most, guess
+
+    def propose(self, tokens: Sequence[int], room: int, running: int) -> list[int]:
+        coming = [*self._wanted[len(tokens) :], *range(self._limit)][: max(0, min(room, self._limit))]
+        return [token if self._guess() else (token + 1) % VOCAB for token in coming]
+
+    def settle(self, proposed: int, accepted: int, running: int) -> None:
+        assert 0 <= accepted <= proposed <= self._limit
+
+
 class Driver:
     """`step` steps the engine and checks what it says and all invariants; `drain` runs it empty."""
 
@@ -56,14 +73,20 @@ class Driver:
         prefix_caching: bool = True,
         recovery: RecoveryConfig | None = None,
         load_s: float | None = None,
+        proposed: int = 0,
+        guess: Callable[[], bool] = lambda: True,
     ) -> None:
+        """Up to `proposed` tokens are proposed for a request at a time: the right ones where `guess` says so."""
+        self._guess = guess
         self.layout = CacheLayout(blocks, block_size, 1, VOCAB)
         self.executor = FakeExecutor(
             self.layout,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_in_flight=max_in_flight,
+            max_proposed=proposed,
         )
+        speculative = {"method": "ngram", "num_speculative_tokens": proposed}
         self.clock = FakeClock()
         self.max_model_len = max_model_len
         self.engine = Engine(
@@ -74,6 +97,7 @@ class Driver:
                     max_num_seqs=max_num_seqs,
                     max_num_batched_tokens=max_num_batched_tokens,
                     max_num_queued_reqs=max_num_queued_reqs,
+                    speculative_config=parse_speculative_config(speculative) if proposed else None,
                 ),
                 recovery=recovery or RecoveryConfig(),
             ),
@@ -113,6 +137,10 @@ class Driver:
     def step(self) -> list[EngineOutput]:
         self.clock.advance(0.01)
         wait([future for _, future in self.engine._compilations._pending.values()])
+        for request in self.scheduler.requests.values():
+            if type(request.proposer) is Proposer and request.request_id in self.answers:
+                wanted = [*request.given.prompt_token_ids, *self.answers[request.request_id].wanted]
+                request.proposer = Guesses(wanted, self.executor.max_proposed, self._guess)
         outputs = self.engine.step()
         for output in outputs:
             self._judge(output)

@@ -112,6 +112,8 @@ class _Row:
     table: list[int]
     sampling: SamplingState
     prefixes: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
+    """In the latest step."""
 
 
 class FakeExecutor:
@@ -126,8 +128,10 @@ class FakeExecutor:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_in_flight: int = 1,
+        max_proposed: int = 0,
     ) -> None:
         self.layout = layout
+        self.max_proposed = max_proposed
         self.max_in_flight = max_in_flight
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -231,34 +235,41 @@ class FakeExecutor:
         slots, counts, last = unpack(rows.slots, "H"), unpack(rows.num_tokens, "H"), unpack(rows.last_tokens)
         check(len(slots) == len(counts) == len(last) > 0, "the arrays of a plan are not parallel")
         check(len(set(slots)) == len(slots), "a slot runs twice in a step")
-        check(sum(counts) <= self.max_num_batched_tokens, "the budget of tokens is exceeded")
+        accepted = _by_row(rows.accepted_rows, rows.accepted, len(slots))
+        proposed = _by_row(rows.proposed_rows, rows.proposed, len(slots))
+        most = max((len(tokens) for tokens in proposed.values()), default=0)
+        check(most <= self.max_proposed, "too much is proposed for a row")
+        total = sum(counts) + sum(map(len, proposed.values()))
+        check(total <= self.max_num_batched_tokens, "the budget of tokens is exceeded")
         check(set(admitted) <= set(slots), "a request is admitted that does not run")
         if any(self.poisons(self.rows[slot].tokens) for slot in slots if slot in self.rows):
             raise _Poisoned
         for index, block in zip(unpack(rows.block_rows, "H"), unpack(rows.new_blocks), strict=True):
             check(index < len(slots) and slots[index] in self.rows, "a block for a row that is not there")
             self._use(self.rows[slots[index]].table, [block])
-        self.computed_tokens += sum(counts)
+        self.computed_tokens += total
         masks = self._masks(plan)
+        for index, tokens in accepted.items():
+            self._accept(slots[index], tokens)
         answers = [
-            self._compute(slot, count, token, masks.get(index), plan.step_id)
+            self._compute(slot, count, token, proposed.get(index, []), masks.get(index, []))
             for index, (slot, count, token) in enumerate(zip(slots, counts, last, strict=True))
         ]
+        sampled_rows = sum(1 + len(proposed.get(i, ())) for i, answer in enumerate(answers) if answer.tokens)
+        check(sampled_rows <= self.max_num_seqs + self.max_proposed, "more is sampled than there is memory for")
         failures = [
             RowFailure(slot, "this row failed", self.failures_asked_for)
             for slot in slots
             if self.fail_row(slot, plan.step_id)
         ]
         failed = {failure.slot for failure in failures}
-        sampled = [
-            (slot, a) for slot, a in zip(slots, answers, strict=True) if a.token is not None and slot not in failed
-        ]
+        sampled = [(slot, a) for slot, a in zip(slots, answers, strict=True) if a.tokens and slot not in failed]
         return StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,
-            slots=pack((slot for slot, _ in sampled), "H"),
-            tokens=pack(a.token for _, a in sampled if a.token is not None),
-            logprobs={slot: a.logprobs for slot, a in sampled if a.logprobs is not None},
+            slots=pack((slot for slot, a in sampled for _ in a.tokens), "H"),
+            tokens=pack(token for _, a in sampled for token in a.tokens),
+            logprobs={slot: a.logprobs for slot, a in sampled if a.logprobs},
             prompt_logprobs=[a.prompt for a in answers if a.prompt is not None and a.prompt.slot not in failed],
             failures=failures,
             compute_s=0.001,
@@ -291,15 +302,29 @@ class FakeExecutor:
         self.rows[slot] = row
         return slot
 
-    def _masks(self, plan: StepPlan) -> dict[int, np.ndarray]:
+    def _masks(self, plan: StepPlan) -> dict[int, list[np.ndarray]]:
         words = -(-self.layout.vocab_size // 32)
         indices = unpack(plan.mask_rows, "H")
         check(len(plan.masks) == len(indices) * words * 4, "masks of a wrong size")
-        masks = np.frombuffer(plan.masks, np.int32).reshape(len(indices), words)
-        return dict(zip(indices, masks, strict=True))
+        masks: dict[int, list[np.ndarray]] = {}
+        for index, mask in zip(indices, np.frombuffer(plan.masks, np.int32).reshape(-1, words), strict=True):
+            masks.setdefault(index, []).append(mask)
+        return masks
 
-    def _compute(self, slot: int, count: int, last: int, mask: np.ndarray | None, step_id: int) -> _Answer:
-        row, size = self.rows.get(slot), self.layout.block_size
+    def _accept(self, slot: int, tokens: list[int]) -> None:
+        row = self.rows.get(slot)
+        if row is None:
+            raise PlanError("a token is accepted for a row that was never admitted")
+        check(row.computed == len(row.tokens), "a token is accepted before those in front of it are computed")
+        check(tokens == row.proposed[: len(tokens)], "a token is accepted that was not proposed")
+        for token in tokens:
+            row.tokens.append(token)
+            row.prefixes.append(fingerprint(row.prefixes[-1], token))
+        row.computed += len(tokens)
+        self._check_content(row, row.computed)
+
+    def _compute(self, slot: int, count: int, last: int, proposed: list[int], masks: list[np.ndarray]) -> _Answer:
+        row = self.rows.get(slot)
         if row is None:
             raise PlanError("a row runs that was never admitted")
         check(count >= 1, "a row without tokens")
@@ -310,28 +335,47 @@ class FakeExecutor:
             row.prefixes.append(fingerprint(row.prefixes[-1], last))
         end = row.computed + count
         check(end <= len(row.tokens), "more tokens are computed than there are")
-        check(end <= len(row.table) * size, "a position without a block")
-        for position in range(row.computed, end):
-            block = row.table[position // size]
-            check(self.users[block] == 1, "a write into a block that another row uses")
-            self.cache[block][position % size] = row.prefixes[position]
+        check(not proposed or end == len(row.tokens), "tokens are proposed for a row that does not sample")
+        prefixes = list(row.prefixes)
+        for token in proposed:
+            check(0 <= token < self.layout.vocab_size, "a proposed token outside the vocabulary")
+            prefixes.append(fingerprint(prefixes[-1], token))
+        self._write(row, prefixes, end + len(proposed))
         self._check_content(row, end)
-        start, row.computed = row.computed, end
+        start, row.computed, row.proposed = row.computed, end, proposed
         prompt = None
         if row.sampling.prompt_logprobs >= 0 and start + 1 < row.num_prompt:
             positions = range(start, min(end, row.num_prompt - 1))
             prompt = PromptLogprobs(slot, start + 1, [fake_logprobs(row.prefixes[p + 1]) for p in positions])
         if end < len(row.tokens):
-            check(mask is None, "a mask for a row that does not sample")
-            return _Answer(None, None, prompt)
-        token = self._draw(row, mask)
-        logprobs = fake_logprobs(fingerprint(row.prefixes[-1], token)) if row.sampling.logprobs >= 0 else None
-        return _Answer(token, logprobs, prompt)
+            check(not masks, "a mask for a row that does not sample")
+            return _Answer([], [], prompt)
+        check(not masks or len(masks) == 1 + len(proposed), "not a mask for each token that is sampled")
+        tokens = self._draw(row, proposed, masks)
+        if row.sampling.logprobs < 0:
+            return _Answer(tokens, [], prompt)
+        after = [fingerprint(prefixes[end - 1 + i], token) for i, token in enumerate(tokens)]
+        return _Answer(tokens, [fake_logprobs(prefix) for prefix in after], prompt)
 
-    def _draw(self, row: _Row, mask: np.ndarray | None) -> int:
-        early = len(row.tokens) - row.num_prompt < row.sampling.min_tokens
-        forbidden = frozenset(unpack(row.sampling.stop_token_ids)) if early else ()
-        return next_token(row.prefixes[-1], self.layout.vocab_size, forbidden, mask)
+    def _write(self, row: _Row, prefixes: list[int], end: int) -> None:
+        size = self.layout.block_size
+        check(end <= len(row.table) * size, "a position without a block")
+        for position in range(row.computed, end):
+            block = row.table[position // size]
+            check(self.users[block] == 1, "a write into a block that another row uses")
+            self.cache[block][position % size] = prefixes[position]
+
+    def _draw(self, row: _Row, proposed: list[int], masks: list[np.ndarray]) -> list[int]:
+        """The next token, and those after each proposed one, up to the first that was not proposed."""
+        prefix, tokens = row.prefixes[-1], []
+        for place, expected in enumerate([*proposed, NO_TOKEN]):
+            early = len(row.tokens) + place - row.num_prompt < row.sampling.min_tokens
+            forbidden = frozenset(unpack(row.sampling.stop_token_ids)) if early else ()
+            tokens.append(next_token(prefix, self.layout.vocab_size, forbidden, masks[place] if masks else None))
+            if tokens[-1] != expected:
+                break
+            prefix = fingerprint(prefix, expected)
+        return tokens
 
     def _check_content(self, row: _Row, end: int) -> None:
         size = self.layout.block_size
@@ -343,8 +387,8 @@ class FakeExecutor:
 
 @dataclass(frozen=True)
 class _Answer:
-    token: int | None
-    logprobs: TokenLogprobs | None
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
     prompt: PromptLogprobs | None
 
 
@@ -354,6 +398,14 @@ class _Result(Future[StepResult]):
     def result(self, timeout: float | None = None) -> StepResult:
         self.collected = True
         return super().result(timeout)
+
+
+def _by_row(indices: bytes, tokens: bytes, rows: int) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for index, token in zip(unpack(indices, "H"), unpack(tokens), strict=True):
+        check(index < rows, "a token for a row that is not there")
+        found.setdefault(index, []).append(token)
+    return found
 
 
 def check(holds: bool, fault: str) -> None:

@@ -29,6 +29,11 @@ class FakeGrammar:
         bits = np.array([self._allows(token) for token in range(len(out) * 32)])
         out[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
+    def fork(self) -> FakeGrammar:
+        other = FakeGrammar(self.seed, self.length)
+        other.count = self.count
+        return other
+
     def _allows(self, token: int) -> bool:
         return (token * 5 + self.count * 3 + self.seed) % 7 < 4
 

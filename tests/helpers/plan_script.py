@@ -71,11 +71,36 @@ class Request:
     """The last token came from the workers and has not been appended there."""
     steps: int = 0
     grammar: bool = False
+    accepted: tuple[int, ...] = ()
+    """Proposed tokens that came true in its latest step; the workers have not been told."""
+    proposed: bool = False
+    """Tokens were proposed in its latest step."""
+
+
+@dataclass
+class Expected:
+    """A row that samples: a mask for each token, when it has a grammar, and what is proposed."""
+
+    request: Request
+    masks: list[np.ndarray] | None
+    proposed: tuple[int, ...]
+
+    def chain(self, reference: Reference) -> list[int]:
+        """The tokens that it must be given."""
+        request, chain = self.request, []
+        for place, wanted in enumerate([*self.proposed, None]):
+            mask = None if self.masks is None else self.masks[place]
+            tokens = request.tokens + chain
+            chain.append(reference.token(tokens, request.num_prompt, request.sampling, mask))
+            if chain[-1] != wanted:
+                break
+        return chain
 
 
 @dataclass
 class Script:
-    """The state of the engine. `expect` after each `next` says which requests sample, and with which masks."""
+    """The state of the engine. `expect` after each `next` says which requests sample, and with which masks. With a
+    `reference` tokens are proposed, many of them right."""
 
     rng: np.random.Generator
     vocab: int
@@ -87,8 +112,9 @@ class Script:
     step: int = 0
     on_device: bool = True
     """Whether a plan may leave the last token where it was drawn."""
+    reference: Reference | None = None
     requests: list[Request] = field(default_factory=list)
-    expect: list[tuple[Request, np.ndarray | None]] = field(default_factory=list)
+    expect: list[Expected] = field(default_factory=list)
 
     def next(self) -> StepPlan:
         """The next plan; the executor's answer goes to `take`."""
@@ -99,6 +125,7 @@ class Script:
             if done or rng.random() < 0.06:
                 releases.append(request.slot)
                 request.slot, request.blocks, request.computed, request.unsent = None, [], 0, False
+                request.accepted, request.proposed = (), False
                 if done or rng.random() < 0.4:
                     self.requests.remove(request)
         while len(self.requests) < self.slots and rng.random() < 0.5:
@@ -118,8 +145,12 @@ class Script:
         return plan(runs, admit=admissions, release=releases, epoch=self.epoch, step=self.step)
 
     def take(self, answer: Answer) -> None:
-        for request, _ in self.expect:
-            request.tokens.append(answer.tokens[request.slot])
+        for expected in self.expect:
+            request = expected.request
+            chain = answer.chains[request.slot]
+            request.tokens += chain
+            request.accepted, request.proposed = tuple(chain[:-1]), bool(expected.proposed)
+            request.computed += len(chain) - 1
             request.unsent = True
 
     def _new_request(self) -> Request:
@@ -191,22 +222,40 @@ class Script:
     def _run(self, request: Request) -> Run | None:
         left = len(request.tokens) - request.computed
         count = left if left == 1 or self.rng.random() < 0.5 else int(self.rng.integers(1, left + 1))
-        new = self._take_blocks(
-            max(-(-(request.computed + count) // self.block_size) - len(request.blocks), 0), request.blocks
-        )
+        samples = request.computed + count == len(request.tokens)
+        masks = [self._mask() for _ in range(4)] if samples and request.grammar else None
+        proposed = self._proposed(request, masks) if samples else ()
+        end = request.computed + count + len(proposed)
+        new = self._take_blocks(max(-(-end // self.block_size) - len(request.blocks), 0), request.blocks)
         if new is None or request.slot is None:
             return None
         last = NO_TOKEN
         if request.unsent:
-            last = request.tokens[-1] if self.rng.random() < 0.5 or not self.on_device else ON_DEVICE
+            told = self.rng.random() < 0.5 or not self.on_device or request.proposed
+            last = request.tokens[-1] if told else ON_DEVICE
+        accepted, request.accepted = request.accepted, ()
         request.blocks += new
         request.computed += count
         request.unsent = False
         request.steps += 1
-        allowed = None
-        if request.computed == len(request.tokens):
-            if request.grammar:
-                allowed = self.rng.random(self.vocab) < 0.5
-                allowed[: self.vocab // 2 : 2] = True  # so that the other rules cannot exclude all that is left
-            self.expect.append((request, allowed))
-        return Run(request.slot, count, last, tuple(new), allowed)
+        if samples:
+            masks = None if masks is None else masks[: len(proposed) + 1]
+            self.expect.append(Expected(request, masks, proposed))
+        return Run(request.slot, count, last, tuple(new), masks, accepted, proposed)
+
+    def _mask(self) -> np.ndarray:
+        allowed: np.ndarray = self.rng.random(self.vocab) < 0.5
+        allowed[: self.vocab // 2 : 2] = True  # so that the other rules cannot exclude all that is left
+        return allowed
+
+    def _proposed(self, request: Request, masks: list[np.ndarray] | None) -> tuple[int, ...]:
+        """Up to three tokens, each right three times in four."""
+        room = min(3, self.max_len - 1 - len(request.tokens))
+        if self.reference is None or room < 1 or self.rng.random() < 0.3:
+            return ()
+        tokens = list(request.tokens)
+        for place in range(int(self.rng.integers(1, room + 1))):
+            mask = None if masks is None else masks[place]
+            right = self.reference.token(tokens, request.num_prompt, request.sampling, mask)
+            tokens.append(right if self.rng.random() < 0.75 else int(self.rng.integers(self.vocab)))
+        return tuple(tokens[len(request.tokens) :])

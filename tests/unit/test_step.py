@@ -90,7 +90,7 @@ def test_results_survive_the_wire():
         step_id=9,
         slots=pack([1, 2], "H"),
         tokens=pack([7, 8]),
-        logprobs={1: logprobs},
+        logprobs={1: [logprobs]},
         prompt_logprobs=[PromptLogprobs(2, 1, [logprobs])],
         failures=[RowFailure(5, "It failed.")],
         compute_s=0.25,

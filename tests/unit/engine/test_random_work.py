@@ -61,6 +61,7 @@ class Chaos:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.ids = 0
+        rate = rng.choice([0.0, 0.5, 0.9, 1.0])
         self.driver = Driver(
             blocks=rng.choice([12, 13, 16, 24, 60]),
             block_size=4,
@@ -69,6 +70,8 @@ class Chaos:
             max_num_queued_reqs=rng.choice([3, 50]),
             max_in_flight=rng.choice([1, 1, 2, 3]),
             prefix_caching=rng.random() < 0.8,
+            proposed=rng.choice([0, 0, 1, 3, 9]),
+            guess=lambda: rng.random() < rate,
         )
         self.driver.executor.fail_row = self.fail_row
         self.driver.executor.poisons = lambda tokens: tokens[0] >= DEADLY and len(tokens) > 2 * (tokens[0] - DEADLY) + 5
@@ -147,7 +150,7 @@ def _renamed(request: EngineRequest, request_id: str) -> EngineRequest:
 @pytest.mark.parametrize("seed", range(10))
 def test_ten_thousand_random_operations(seed: int) -> None:
     rng = random.Random(seed)
-    preemptions = prefix_hits = losses = 0
+    preemptions = prefix_hits = losses = accepted = refused = 0
     for _ in range(20):
         chaos = Chaos(rng)
         operations = ("step", "add", "abort", "fail", "lose_workers", "poison", "miss", "idle")
@@ -158,9 +161,13 @@ def test_ten_thousand_random_operations(seed: int) -> None:
         losses += sum(chaos.driver.engine.status().failures.values())
         preemptions += chaos.driver.scheduler.counters.preemptions
         prefix_hits += chaos.driver.scheduler.counters.prefix_hits
+        speculation = chaos.driver.scheduler.counters.speculation
+        accepted += speculation.accepted_tokens
+        refused += speculation.draft_tokens - speculation.accepted_tokens
     assert preemptions, "the work is too easy to prove anything"
     assert prefix_hits > 500
     assert losses > 30
+    assert min(accepted, refused) > 100
 
 
 class EngineMachine(RuleBasedStateMachine):
