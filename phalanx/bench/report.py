@@ -9,8 +9,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from phalanx.bench.workload import Run, Work
 from phalanx.engine.client import EngineInfo
+from phalanx.metrics.speculation import SpeculationCounts
 from phalanx.planner.hardware import Hardware
 
 _FIGURES = {
@@ -43,10 +46,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def report(
-    kind: str, work: Work, runs: Sequence[Run], start_s: float, info: EngineInfo, hardware: Hardware
-) -> dict[str, Any]:
+    kind: str, work: Work, runs: Sequence[Run], start_s: float, info: EngineInfo, hardware: Hardware,
+    speculation: SpeculationCounts,
+) -> dict[str, Any]:  # fmt: skip
     """The JSON object of one benchmark. Each figure is a median over the runs; `spread` has the extremes, `samples`
-    every value. Token counts are of one run. A figure that does not apply is left out."""
+    every value. Token counts are of one run, those of proposed tokens of all. A figure that does not apply is left
+    out."""
     samples: dict[str, list[float]] = {
         "start_s": [start_s],
         "ttft_s": [statistics.median(run.first_tokens) for run in runs],
@@ -70,6 +75,7 @@ def report(
         **{name: round(statistics.median(values), 4) for name, values in samples.items()},
         "prompt_tokens": runs[0].prompt_tokens,
         "output_tokens": runs[0].output_tokens,
+        **({"speculation": msgspec.to_builtins(speculation)} if speculation.accepted_at else {}),
         "wall_s": round(statistics.median(run.wall for run in runs), 4),
         "spread": {name: spread(values) for name, values in samples.items()},
         "samples": samples,
@@ -88,4 +94,8 @@ def table(result: dict[str, Any]) -> str:
             seen = result["spread"][name]
             extremes = f"   ({seen['min']:,.3g} to {seen['max']:,.3g})" if len(result["samples"][name]) > 1 else ""
             lines.append(f"  {title:<22}{result[name]:>12,.2f} {unit}{extremes}")
+    if "speculation" in result:
+        counts = result["speculation"]
+        share = counts["accepted_tokens"] / counts["draft_tokens"] if counts["draft_tokens"] else 0.0
+        lines.append(f"  {'proposed tokens':<22}{counts['draft_tokens']:>12,d}, {share:.0%} of them accepted")
     return "\n".join(lines)

@@ -16,7 +16,11 @@ from dataclasses import dataclass
 from phalanx.config import EngineConfig
 from phalanx.engine.async_engine import AsyncEngine
 from phalanx.errors import PhalanxError, UserError
+from phalanx.metrics.speculation import SpeculationCounts
 from phalanx.sampling_params import SamplingParams
+
+_REPORT_S = 0.6
+"""In which an engine reports, busy or not."""
 
 FIRST_REQUEST_TOKENS = 16
 """Prompt length of the request whose first token ends the measured start."""
@@ -86,6 +90,8 @@ class Bench:
         self.prompts = prompts
         self.start_s = start_s
         """From before the engine was made to the first token of a first request."""
+        self.speculation = SpeculationCounts()
+        """What became of the tokens proposed in the measured runs."""
 
     @classmethod
     async def start(cls, config: EngineConfig, seed: int) -> Bench:
@@ -130,6 +136,11 @@ class Bench:
             raise PhalanxError(f"The engine gave {run.output_tokens} tokens where {wanted} were asked for.")
         return run
 
+    async def counted(self) -> SpeculationCounts:
+        """What the engine has counted; it says so a moment after its last token."""
+        await asyncio.sleep(_REPORT_S)
+        return self.engine.status().speculation
+
     async def _answer(self, prompt: list[int], params: SamplingParams) -> tuple[float, float, int]:
         """Times of the first and the last token, and how many there were."""
         first = last = 0.0
@@ -148,4 +159,7 @@ async def measure(config: EngineConfig, work: Work, *, runs: int, warmup: int, s
     async with await Bench.start(config, seed) as bench:
         for _ in range(warmup):
             await bench.run(Work(work.requests, work.input_len, min(work.output_len, 8)))
-        return bench, [await bench.run(work) for _ in range(runs)]
+        before = await bench.counted()
+        measured = [await bench.run(work) for _ in range(runs)]
+        bench.speculation = (await bench.counted()).since(before)
+        return bench, measured

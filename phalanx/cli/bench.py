@@ -67,7 +67,7 @@ def run(argv: list[str]) -> int:
     work = Work(requests, input_len, output_len)
     seed = chosen.config.model.seed or 0
     bench, measured = asyncio.run(measure(chosen.config, work, runs=runs, warmup=warmup, seed=seed))
-    result = report(kind, work, measured, bench.start_s, bench.engine.info, detect())
+    result = report(kind, work, measured, bench.start_s, bench.engine.info, detect(), bench.speculation)
     if target == "-":
         print(json.dumps(result, indent=2))
         return 0

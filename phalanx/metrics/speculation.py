@@ -33,6 +33,15 @@ class SpeculationCounts(msgspec.Struct):
             [one + two for one, two in zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)],
         )
 
+    def since(self, earlier: SpeculationCounts) -> SpeculationCounts:
+        """What has come after `earlier`."""
+        return SpeculationCounts(
+            self.drafts - earlier.drafts,
+            self.draft_tokens - earlier.draft_tokens,
+            self.accepted_tokens - earlier.accepted_tokens,
+            [one - two for one, two in zip_longest(self.accepted_at, earlier.accepted_at, fillvalue=0)],
+        )
+
     def __radd__(self, other: int) -> SpeculationCounts:
         """For `sum`, which begins with 0."""
         return self
