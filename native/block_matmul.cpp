@@ -36,7 +36,7 @@ struct FileBlock {
   int bytes, inputs;
 };
 constexpr FileBlock kFileBlocks[] = {{18, 32},   {20, 32},   {22, 32},   {24, 32}, {34, 32},
-                                     {144, 256}, {176, 256}, {210, 256}, {32, 32}};
+                                     {144, 256}, {176, 256}, {210, 256}, {32, 32}, {32, 32}};
 
 // 32 inputs of one output as a file has them: the integers less no zero, and what belongs beside them.
 struct Block {
@@ -113,14 +113,14 @@ void read_block(BlockKind kind, const std::uint8_t* p, int sub, Block& block) {
       for (int i = 0; i < kBlock; ++i) to[i] = ((low[i] >> shift) & 15) | (((high[i] >> pair) & 3) << 4);
       break;
     }
-    default:  // int8 as it is
-      for (int i = 0; i < kBlock; ++i) to[i] = p[i] ^ 0x80;
+    default:  // a byte for each integer
+      for (int i = 0; i < kBlock; ++i) to[i] = kind == BlockKind::int8 ? p[i] ^ 0x80 : p[i] & 15;
   }
 }
 
 // Block `index` of lane `lane` into its group.
 void write_block(BlockKind kind, const Block& block, std::uint8_t* group, const GroupShape& shape, std::size_t index,
-                 std::size_t phase, std::size_t lane) {
+                 std::size_t lane) {
   const BlockLayout& layout = kBlockLayouts[static_cast<int>(kind)];
   std::uint8_t* at = group + index * 64 * layout.bits + lane * 4;
   const std::uint8_t* q = block.integers;
@@ -144,31 +144,34 @@ void write_block(BlockKind kind, const Block& block, std::uint8_t* group, const 
     std::memcpy(at + 256, high, 4);
     std::memcpy(at + 320, high + 4, 4);
   }
+  if (layout.scale_bytes == 0) return;  // they come beside the blocks
   std::uint8_t* scales = group + shape.scales + index * layout.scale_bytes;
   if (layout.super_bytes > 0) {
     scales[lane] = block.sub_scale[0];
     scales[16 + lane] = kind == BlockKind::q6_k ? block.sub_scale[1] : block.sub_minimum;
-    scales = group + shape.supers + (index + phase) / 8 * layout.super_bytes;
-  } else if (layout.scale_bytes == 0) {
-    return;
+    scales = group + shape.super(layout, index);
   }
   std::memcpy(scales + 2 * lane, &block.scale, 2);
   if (layout.zero == 0) std::memcpy(scales + 32 + 2 * lane, &block.minimum, 2);
 }
 
-std::size_t packed_bytes(int kind, std::size_t outputs, std::size_t blocks, std::size_t phase) {
-  const GroupShape shape(kBlockLayouts[kind], blocks, phase);
+std::size_t packed_bytes(int kind, std::size_t outputs, std::size_t blocks, std::size_t phase, int shift) {
+  const GroupShape shape(kBlockLayouts[kind], blocks, phase, shift);
   return (outputs + kLanes - 1) / kLanes * shape.bytes;
 }
 
 // `raw` holds rows of whole file blocks, `row_bytes` apart, of which the first `phase` times 32 inputs are left out.
-// INT8 rows are `inputs` signed bytes each, and `channel` their scales.
+// INT8 and INT4 rows are `inputs` bytes each; float32 `own_scales` and, for INT4, bytes `own_zeros` are [outputs, as many
+// as an output has].
 void pack(int kind_number, Address raw, std::size_t row_bytes, std::size_t outputs, std::size_t inputs,
-          std::size_t phase, Address channel, Address packed) {
+          std::size_t phase, int shift, Address own_scales, Address own_zeros, Address packed) {
   const auto kind = static_cast<BlockKind>(kind_number);
   const FileBlock& file = kFileBlocks[kind_number];
+  const BlockLayout& layout = kBlockLayouts[kind_number];
   const std::size_t blocks = (inputs + kBlock - 1) / kBlock, subs = file.inputs / kBlock;
-  const GroupShape shape(kBlockLayouts[kind_number], blocks, phase);
+  const bool bytes = kind == BlockKind::int8 || kind == BlockKind::int4;
+  const GroupShape shape(layout, blocks, phase, shift);
+  const std::size_t sets = kind == BlockKind::int4 ? (shape.tail - shape.supers) / layout.super_bytes : 1;
   parallel_for((outputs + kLanes - 1) / kLanes, [&](std::size_t g) {
     std::uint8_t* group = at_address<std::uint8_t>(packed) + g * shape.bytes;
     std::memset(group, 0, shape.bytes);
@@ -177,36 +180,51 @@ void pack(int kind_number, Address raw, std::size_t row_bytes, std::size_t outpu
       const std::uint8_t* row = at_address<std::uint8_t>(raw) + (g * kLanes + lane) * row_bytes;
       for (std::size_t b = 0; b < blocks; ++b) {
         Block block;
-        if (kind == BlockKind::int8 && (b + 1) * kBlock > inputs) {
+        if (bytes && (b + 1) * kBlock > inputs) {
           std::uint8_t held[kBlock] = {};
           std::memcpy(held, row + b * kBlock, inputs - b * kBlock);
           read_block(kind, held, 0, block);
         } else {
-          const std::size_t at = b + phase;
+          const std::size_t at = bytes ? b : b + phase;
           read_block(kind, row + at / subs * file.bytes, static_cast<int>(at % subs), block);
         }
-        write_block(kind, block, group, shape, b, phase, lane);
+        write_block(kind, block, group, shape, b, lane);
       }
-      if (channel != 0)
-        std::memcpy(group + shape.tail + 4 * lane, at_address<std::uint8_t>(channel) + (g * kLanes + lane) * 4, 4);
+      if (!bytes) continue;
+      const std::uint8_t* scale = at_address<std::uint8_t>(own_scales) + (g * kLanes + lane) * sets * 4;
+      if (kind == BlockKind::int8) {
+        std::memcpy(group + shape.tail + 4 * lane, scale, 4);
+        continue;
+      }
+      const std::uint8_t* zero = at_address<std::uint8_t>(own_zeros) + (g * kLanes + lane) * sets;
+      for (std::size_t s = 0; s < sets; ++s) {
+        std::uint8_t* to = group + shape.supers + s * layout.super_bytes;
+        std::memcpy(to + 4 * lane, scale + 4 * s, 4);
+        to[64 + lane] = zero[s];
+      }
     }
   });
 }
 
 // Rows of a packed matrix as float32, the products and sums one by one, as ggml's reference has them.
 void unpack_row(int kind_number, const std::uint8_t* packed, std::size_t output, std::size_t inputs, std::size_t lead,
-                std::size_t phase, float* y) {
+                std::size_t phase, int shift, float* y) {
   const auto kind = static_cast<BlockKind>(kind_number);
   const BlockLayout& layout = kBlockLayouts[kind_number];
   const std::size_t blocks = (lead + inputs + kBlock - 1) / kBlock, lane = output % kLanes;
-  const GroupShape shape(layout, blocks, phase);
+  const GroupShape shape(layout, blocks, phase, shift);
   const std::uint8_t* group = packed + output / kLanes * shape.bytes;
   for (std::size_t b = 0; b < blocks; ++b) {
     const std::uint8_t* at = group + b * 64 * layout.bits + lane * 4;
     const std::uint8_t* scales = group + shape.scales + b * layout.scale_bytes;
-    const std::uint8_t* supers = group + shape.supers + (b + phase) / 8 * layout.super_bytes;
+    const std::uint8_t* supers = group + shape.super(layout, b);
     float scale[2], minimum = 0.0f;
-    if (layout.super_bytes > 0) {
+    int zero = layout.zero;
+    if (kind == BlockKind::int4) {
+      std::memcpy(scale, supers + 4 * lane, 4);
+      scale[1] = scale[0];
+      zero = supers[64 + lane];
+    } else if (layout.super_bytes > 0) {
       const float factor = half_to_float(half_at(supers + 2 * lane));
       if (kind == BlockKind::q6_k) {
         scale[0] = factor * static_cast<float>(static_cast<std::int8_t>(scales[lane]));
@@ -234,8 +252,8 @@ void unpack_row(int kind_number, const std::uint8_t* packed, std::size_t output,
         if (layout.bits == 5) q |= ((at[256 + byte] >> r) & 1) << 4;
         if (layout.bits == 6) q |= ((at[256 + r / 4 * 64 + byte] >> (r % 4 * 2)) & 3) << 4;
       }
-      const float product = scale[i / 16] * static_cast<float>(q - layout.zero);
-      y[input - lead] = layout.zero == 0 ? product + minimum : product;
+      const float product = scale[i / 16] * static_cast<float>(q - zero);
+      y[input - lead] = layout.zero == 0 && kind != BlockKind::int4 ? product + minimum : product;
     }
   }
 }
@@ -255,7 +273,7 @@ void unpack(Address ids, std::size_t count, std::int64_t start, std::size_t inpu
         std::memset(to, 0, inputs * sizeof(float));
       else
         unpack_row(static_cast<int>(part[p].kind), reinterpret_cast<const std::uint8_t*>(part[p].packed),
-                   row - part[p].column, inputs, lead, part[p].phase, to);
+                   row - part[p].column, inputs, lead, part[p].phase, static_cast<int>(part[p].shift), to);
     }
   });
 }

@@ -12,6 +12,7 @@
 //   scales    per block 16 float16, and 16 float16 minima where the kind has them. K-quants: 16 bytes of scales and 16
 //             of minima (Q6_K: twice 16 signed scales, of 16 inputs each); then for each eight blocks, counted from
 //             `phase`, 16 float16 factors of the scales and 16 of the minima. INT8: 16 float32, one for each output.
+//             INT4: for each 2^shift blocks, counted from `phase`, 16 float32 scales and 16 bytes of zeros.
 //
 // A weight is scale · (integer - zero), or scale · integer + minimum.
 #pragma once
@@ -23,19 +24,19 @@
 
 namespace phalanx {
 
-enum class BlockKind : int { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, int8, count };
+enum class BlockKind : int { q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k, int8, int4, count };
 
 struct BlockLayout {
   int bits;
-  int zero;         // what is subtracted from the integer
+  int zero;         // what is subtracted from the integer; 0 where it comes with the scales
   int scale_bytes;  // of a block and 16 outputs
-  int super_bytes;  // of eight blocks and 16 outputs
+  int super_bytes;  // of 2^shift blocks and 16 outputs
   int tail_bytes;   // of 16 outputs
 };
 
 constexpr BlockLayout kBlockLayouts[] = {
     {4, 8, 32, 0, 0},    {4, 0, 64, 0, 0},  {5, 16, 32, 0, 0},  {5, 0, 64, 0, 0},  {8, 128, 32, 0, 0},
-    {4, 0, 32, 64, 0},   {5, 0, 32, 64, 0}, {6, 32, 32, 32, 0}, {8, 128, 0, 0, 64},
+    {4, 0, 32, 64, 0},   {5, 0, 32, 64, 0}, {6, 32, 32, 32, 0}, {8, 128, 0, 0, 64}, {4, 0, 0, 80, 0},
 };
 
 constexpr int kBlock = 32;   // inputs that share an activation's scale
@@ -43,12 +44,18 @@ constexpr int kLanes = 16;   // outputs of a group
 
 // Where the parts of a group are, in bytes from its beginning.
 struct GroupShape {
-  std::size_t scales, supers, tail, bytes;
-  GroupShape(const BlockLayout& layout, std::size_t blocks, std::size_t phase) {
+  std::size_t scales, supers, tail, bytes, phase;
+  int shift;
+  GroupShape(const BlockLayout& layout, std::size_t blocks, std::size_t phase, int shift) : phase(phase), shift(shift) {
     scales = blocks * 64 * layout.bits;
     supers = scales + blocks * layout.scale_bytes;
-    tail = supers + (blocks + phase + 7) / 8 * layout.super_bytes;
+    const std::size_t last = blocks == 0 && phase == 0 ? 0 : ((blocks + phase - 1) >> shift) + 1;
+    tail = supers + last * layout.super_bytes;
     bytes = (tail + layout.tail_bytes + 63) / 64 * 64;
+  }
+  // Where what several blocks share is for this one.
+  std::size_t super(const BlockLayout& layout, std::size_t block) const {
+    return supers + ((block + phase) >> shift) * layout.super_bytes;
   }
 };
 
@@ -61,6 +68,7 @@ struct BlockPart {
   std::int64_t outputs;
   std::int64_t column;   // of y, where its outputs go
   std::int64_t phase;
+  std::int64_t shift;
 };
 
 // Rows of activations as integers: x ≈ scale · q for each block of 32.

@@ -76,8 +76,8 @@ class ModelConfig:
     dtype: str = option("auto", "Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str | None = option(
         None,
-        "How weights are kept: `gguf` (the blocks of a GGUF file as they are), `int8` (rounded while loading, a scale "
-        "for each output) or `none` (as numbers). Default: as the checkpoint has them; numbers with --dtype float32.",
+        "How weights are kept: `gguf`, `gptq`, `awq`, `compressed-tensors` (as in the file), `int8` (rounded while "
+        "loading) or `none` (as numbers). Default: as the checkpoint has them; numbers with --dtype float32.",
         "-q",
     )
     load_format: str = option(

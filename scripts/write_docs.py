@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from phalanx.checkpoint.quantized import SUPPORTED
 from phalanx.cli.flags import SECTIONS
 from phalanx.cli.vllm_flags import IGNORED, REFUSED
 from phalanx.config import options_by_name
@@ -69,12 +70,21 @@ repository on the Hugging Face hub. Without one, the demo model is used: SmolLM2
 |---|---|---|---|
 {rows}
 
-Block types of GGUF files: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K. They are
-[computed as they are](kernels.md), or expanded to float32 where `--dtype` asks for that.
+Block types of GGUF files: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K.
+
+Quantised safetensors checkpoints, by what `quantization_config` in config.json says:
+
+| format | `quant_method` | covers |
+|---|---|---|
+{quantized}
+
+Groups are of a multiple of 32 inputs (32, 64, 128, …) or whole rows. Layers that were left out of quantising are plain.
+All of these are [computed as they are](kernels.md), or expanded where `--dtype float32` or `--quantization none` asks
+for that.
 
 Not supported: other families, mixture-of-experts models, pictures and sound, LoRA adapters, and checkpoints quantised
-by other means than GGUF. Such a model is refused with a message that names what is missing. Code from a model's
-repository is never run.
+by other means (8-bit GPTQ, Marlin, fp8, sparse ones, …). Such a model is refused with a message that names what was
+found and what works. Code from a model's repository is never run.
 
 A family is a recipe of a few dozen lines in `phalanx/models/families/`: a function from the checkpoint's
 configuration to a description of the decoder, and a table of weight names. Each is compared with the implementation
@@ -115,7 +125,8 @@ def models() -> str:
         f"| {family.title} | {_codes(family.model_types)} | {_codes(family.gguf)} | {family.notes} |"
         for family in supported()
     ]
-    return MODELS.format(note=NOTE, rows="\n".join(rows))
+    quantized = [f"| {title} | {method} | {covers} |" for title, method, covers in SUPPORTED]
+    return MODELS.format(note=NOTE, rows="\n".join(rows), quantized="\n".join(quantized))
 
 
 def _codes(names: tuple[str, ...]) -> str:

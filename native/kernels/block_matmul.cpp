@@ -99,6 +99,7 @@ struct Kind {
   static constexpr BlockLayout layout = kBlockLayouts[static_cast<int>(kKind)];
   static constexpr int bits = layout.bits;
   static constexpr bool super = layout.super_bytes > 0;
+  static constexpr bool own_zero = kKind == BlockKind::int4;  // with each scale
   static constexpr bool halves = kKind == BlockKind::q6_k;  // a scale for each 16 inputs
   static constexpr bool channel = layout.tail_bytes > 0;
   static constexpr bool minimum = layout.zero == 0;
@@ -132,16 +133,19 @@ struct Scales {
   floats scale, second;  // `second` is the other half's scale, or the minimum
 };
 
-// Those of one block, for outputs `lane` and after of a group. Products of scales are exact: float16 times at most eight
-// bits.
+// Those of one block, for outputs `lane` and after of a group. Products of scales are exact: float16 (or bfloat16) times
+// at most eight bits.
 template <BlockKind kKind>
-PHALANX_INLINE Scales scales_of(const std::uint8_t* group, const GroupShape& shape, std::size_t block,
-                                std::size_t phase, int lane) {
+PHALANX_INLINE Scales scales_of(const std::uint8_t* group, const GroupShape& shape, std::size_t block, int lane) {
   using K = Kind<kKind>;
   const std::uint8_t* at = group + shape.scales + block * K::layout.scale_bytes;
   Scales found{};
-  if constexpr (K::super) {
-    const std::uint8_t* factors = group + shape.supers + (block + phase) / 8 * K::layout.super_bytes + 2 * lane;
+  if constexpr (K::own_zero) {
+    const std::uint8_t* shared = group + shape.super(K::layout, block);
+    found.scale = load<floats>(shared + 4 * lane);
+    found.second = -(found.scale * __builtin_convertvector(load<bytes>(shared + 64 + lane), floats));
+  } else if constexpr (K::super) {
+    const std::uint8_t* factors = group + shape.super(K::layout, block) + 2 * lane;
     const floats factor = from_halves(load<halves>(factors));
     at += lane;
     if constexpr (K::halves) {
@@ -231,7 +235,7 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
     }
     PHALANX_UNROLL
     for (int c = 0; c < kGroups; ++c) {
-      const Scales scales = scales_of<kKind>(packed + c * shape.bytes, shape, b, part.phase, lane);
+      const Scales scales = scales_of<kKind>(packed + c * shape.bytes, shape, b, lane);
       PHALANX_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const floats factor = floats{} + scale[r * blocks + b];
@@ -290,7 +294,7 @@ constexpr int kMostRows = 4;
 template <BlockKind kKind>
 void multiply_kind(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
                    std::size_t row_begin, std::size_t row_end) {
-  const GroupShape shape(Kind<kKind>::layout, product.rows.blocks, part.phase);
+  const GroupShape shape(Kind<kKind>::layout, product.rows.blocks, part.phase, static_cast<int>(part.shift));
   for (std::size_t group = group_begin; group < group_end;) {
     if (row_end - row_begin == 1 && group_end - group >= 2) {
       tiles<kKind, 1, 2>(product, part, shape, group, row_begin);
@@ -326,6 +330,7 @@ void multiply(const BlockProduct& product, const BlockPart& part, std::size_t gr
     PHALANX_CASE(q5_k)
     PHALANX_CASE(q6_k)
     PHALANX_CASE(int8)
+    PHALANX_CASE(int4)
 #undef PHALANX_CASE
     default: break;
   }

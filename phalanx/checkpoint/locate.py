@@ -16,6 +16,7 @@ from typing import Any, Literal
 from phalanx.checkpoint import demo, gguf_config, hub
 from phalanx.checkpoint.gguf_header import GGUFFile, read_gguf
 from phalanx.checkpoint.progress import DownloadProgress
+from phalanx.checkpoint.quantized import fold, read_layout
 from phalanx.checkpoint.safetensors_header import read_headers
 from phalanx.checkpoint.tensor_info import READABLE_TYPES, TensorInfo
 from phalanx.errors import CheckpointError, FormatError, UnsupportedModel
@@ -46,11 +47,11 @@ class Checkpoint:
     gguf: GGUFFile | None = None
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Every stored tensor by its name in the file(s). Raises FormatError, and UnsupportedModel for a type of
-        element that cannot be read."""
+        """Every stored tensor by its name in the file(s); those of a quantised matrix are one. Raises FormatError, and
+        UnsupportedModel for a type of element that cannot be read."""
         tensors = self.gguf.tensors if self.gguf is not None else read_headers(self.weight_files)
         _check_types(self.folder if self.gguf is None else self.gguf.path, tensors)
-        return tensors
+        return tensors if self.gguf is not None else fold(tensors, read_layout(self.config))
 
     def file(self, name: str) -> Path | None:
         """A file of the model's folder by its plain name, such as `tokenizer.json`; None when there is none, and

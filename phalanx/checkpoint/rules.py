@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
 
+from phalanx.checkpoint.quantized import QuantizedInfo
 from phalanx.checkpoint.tensor_info import TensorInfo
 from phalanx.errors import CheckpointError
 
@@ -234,6 +235,8 @@ Binding = dict[str, tuple[Piece, ...]]
 def bind(table: WeightTable, tensors: Mapping[str, TensorInfo], weights: Mapping[str, Weight]) -> Binding:
     """Which tensor fills which weight. Raises CheckpointError that names what is left over, missing or misshapen."""
     names = _strip(table, tensors)
+    for name in _spare(table, names, weights):
+        del names[name]
     binding: Binding = {}
     used: set[str] = set()
     for rule in table.rules:
@@ -280,6 +283,30 @@ def bind_copies(table: WeightTable, tensors: Mapping[str, TensorInfo], weights: 
     return binding
 
 
+def spare_biases(
+    table: WeightTable, tensors: Mapping[str, TensorInfo], weights: Mapping[str, Weight]
+) -> list[TensorInfo]:
+    """Biases of quantised matrices for which the model has no place: GPTQ's tools write zeros there. The loader checks
+    that they are."""
+    names = _strip(table, tensors)
+    return [names[name] for name in _spare(table, names, weights)]
+
+
+def _spare(table: WeightTable, names: Mapping[str, TensorInfo], weights: Mapping[str, Weight]) -> list[str]:
+    return [
+        name
+        for name in names
+        if name.endswith(".bias")
+        and isinstance(names.get(name.removesuffix("bias") + "weight"), QuantizedInfo)
+        and not any(target in weights for target in _targets_of(table, name))
+    ]
+
+
+def _targets_of(table: WeightTable, name: str) -> list[str]:
+    found = [(rule, _match(source, name)) for rule in table.rules for source in rule.sources]
+    return [_fill(target, values) for rule, values in found if values is not None for target in rule.targets]
+
+
 def _strip(table: WeightTable, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     names: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
@@ -310,7 +337,8 @@ def _bind_one(
         if target in binding:
             raise CheckpointError(f"Tensor '{infos[0].name}' would fill weight '{target}' a second time.")
     rows = sum(weights[t].shape[0] for t in targets)
-    shapes = [_shape_after(info, operations) for info in infos]
+    applied = [_operations(info, operations) for info in infos]
+    shapes = [_shape_after(info, own) for info, own in zip(infos, applied, strict=True)]
     expected = (rows, *weights[targets[0]].shape[1:])
     found = (sum(s[0] for s in shapes), *shapes[0][1:])
     if found != expected or any(s[1:] != shapes[0][1:] for s in shapes):
@@ -324,14 +352,21 @@ def _bind_one(
         skip = 0
         for target in targets:
             length = weights[target].shape[0]
-            binding[target] = (Piece(infos[0], operations, skip, 0, length),)
+            binding[target] = (Piece(infos[0], applied[0], skip, 0, length),)
             skip += length
         return
     pieces, start = [], 0
-    for info, shape in zip(infos, shapes, strict=True):
-        pieces.append(Piece(info, operations, 0, start, shape[0]))
+    for info, own, shape in zip(infos, applied, shapes, strict=True):
+        pieces.append(Piece(info, own, 0, start, shape[0]))
         start += shape[0]
     binding[targets[0]] = tuple(pieces)
+
+
+def _operations(info: TensorInfo, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+    """A quantised matrix is [outputs, inputs] already, in families too that store plain ones the other way."""
+    if not isinstance(info, QuantizedInfo):
+        return operations
+    return tuple(operation for operation in operations if not isinstance(operation, Transpose))
 
 
 def _shape_after(info: TensorInfo, operations: Iterable[Operation]) -> Shape:

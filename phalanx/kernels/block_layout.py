@@ -22,7 +22,7 @@ class BlockKind(NamedTuple):
     scale_bytes: int
     """Of 32 inputs and 16 outputs."""
     super_bytes: int
-    """Of 256 inputs and 16 outputs."""
+    """Of the inputs that share it and 16 outputs."""
     tail_bytes: int
     """Of 16 outputs."""
 
@@ -37,17 +37,36 @@ KINDS: dict[str, BlockKind] = {
     "Q5_K": BlockKind(6, 256, 176, 5, 32, 64, 0),
     "Q6_K": BlockKind(7, 256, 210, 6, 32, 32, 0),
     "INT8": BlockKind(8, 32, 32, 8, 0, 0, 64),
+    "INT4": BlockKind(9, 32, 32, 4, 0, 80, 0),
 }
 
+_ALL = 31
+"""The shift at which all inputs of a row share what belongs to several blocks."""
 
-def packed_bytes(kind: str, outputs: int, columns: tuple[int, int]) -> int:
-    """Bytes of a packed matrix of `outputs` rows and the columns `columns` of a file's matrix. Blocks of 32 that are
-    cut are whole in it."""
-    layout = KINDS[kind]
-    blocks = -(-columns[1] // BLOCK) - columns[0] // BLOCK
-    if columns[0] == columns[1]:
-        blocks = 0
-    phase = columns[0] % layout.elements // BLOCK
-    group = blocks * (64 * layout.bits + layout.scale_bytes)
-    group += -(-(blocks + phase) // 8) * layout.super_bytes + layout.tail_bytes
-    return -(-outputs // _LANES) * (-(-group // 64) * 64)
+
+def shift_of(kind: str, group: int = 0) -> int:
+    """The logarithm of the blocks that share what is kept for several of them. INT4 with scales for each `group` inputs
+    keeps them for the largest power of two of blocks that a group is a multiple of; 0 is a group of all inputs."""
+    if kind != "INT4":
+        return 3
+    blocks = group // BLOCK
+    return (blocks & -blocks).bit_length() - 1 if blocks else _ALL
+
+
+def place_in_group(kind: str, start: int, group: int = 0) -> tuple[int, int]:
+    """Where column `start` of a matrix is in the inputs that share something: blocks of 32 before it, and its place in
+    a block."""
+    if kind == "INT4":
+        return (start % (BLOCK << shift_of(kind, group)) // BLOCK, start % BLOCK) if group else (0, 0)
+    return start % KINDS[kind].elements // BLOCK, start % BLOCK if kind != "INT8" else 0
+
+
+def packed_bytes(kind: str, outputs: int, columns: tuple[int, int], group: int = 0) -> int:
+    """Bytes of a packed matrix of `outputs` rows and the columns `columns` of a file's matrix; INT4 has scales for each
+    `group` of these (0: one). Blocks of 32 that are cut are whole in it."""
+    layout, (start, stop) = KINDS[kind], columns
+    phase, lead = place_in_group(kind, start, group) if start < stop else (0, 0)
+    blocks = -(-(lead + stop - start) // BLOCK)
+    each = blocks * (64 * layout.bits + layout.scale_bytes)
+    each += -(-(blocks + phase) >> shift_of(kind, group)) * layout.super_bytes + layout.tail_bytes
+    return -(-outputs // _LANES) * (-(-each // 64) * 64)

@@ -13,11 +13,32 @@ from types import ModuleType
 import torch
 import torch.nn.functional as F
 
-from phalanx.kernels.block_layout import BLOCK, KINDS, packed_bytes
+from phalanx.kernels.block_layout import BLOCK, KINDS, packed_bytes, place_in_group, shift_of
 from phalanx.kernels.library import native
 from phalanx.kernels.matmul import WeightMemory
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True)
+class IntegerRows:
+    """Rows of a matrix as small integers, scale · (integer - zero): INT8, whose zero is 0, or INT4."""
+
+    kind: str
+    integers: torch.Tensor
+    """int8 for INT8, uint8 below 16 for INT4: [outputs, inputs], and in front of them for INT4 in groups the numbers
+    between the last multiple of 32 columns and `start`."""
+    scales: torch.Tensor
+    """float32 [outputs, 1]; for INT4 in groups [outputs, as many sets of 2^shift blocks as the columns are in]."""
+    zeros: torch.Tensor | None = None
+    """uint8, shaped as the scales; None for INT8."""
+    group: int = 0
+    """Inputs that share a scale, a multiple of 32; 0 for all of them."""
+    start: int = 0
+    """Column of the whole matrix that is the first of these."""
+    order: torch.Tensor | None = None
+    """int64 [inputs of the integers]: the column of the activations that belongs to each; -1 for none, where the
+    integer is its zero."""
 
 
 @dataclass(frozen=True)
@@ -32,49 +53,80 @@ class PackedBlocks:
     lead: int
     """Numbers of the first block that are before the matrix's first column."""
     phase: int
-    """Blocks of 32 that the first of the file's blocks begins before that."""
+    """Blocks of 32 that belong with the first to what several share, and are before it."""
+    shift: int
+    """The logarithm of the blocks that share something."""
+    order: torch.Tensor | None = None
+    """As in `IntegerRows`; the inputs are then the integers'."""
 
 
 def pack_blocks(
-    kind: str, raw: torch.Tensor, columns: tuple[int, int], scales: torch.Tensor | None = None,
-    memory: WeightMemory | None = None,
-) -> PackedBlocks:  # fmt: skip
+    kind: str, raw: torch.Tensor, columns: tuple[int, int], memory: WeightMemory | None = None
+) -> PackedBlocks:
     """The columns of `raw`, which holds rows of a file's blocks: uint8 [outputs, bytes], neighbours in a row touching.
 
-    For "INT8", `raw` is int8 [outputs, inputs], and `scales` float32 [outputs]. The result is taken from `memory`.
-    Raises ValueError for what does not fit, RuntimeError without the native library.
+    The result is taken from `memory`. Raises ValueError for what does not fit, RuntimeError without the native library.
     """
-    layout, library = KINDS[kind], _library()
-    outputs, (start, stop) = raw.shape[0], columns
-    width = raw.shape[1] // layout.nbytes * layout.elements if kind != "INT8" else raw.shape[1]
-    whole = kind == "INT8" or raw.shape[1] % layout.nbytes == 0
-    if raw.dim() != 2 or raw.element_size() != 1 or not whole or not 0 <= start <= stop <= width:
+    layout, (start, stop) = KINDS[kind], columns
+    width = raw.shape[1] // layout.nbytes * layout.elements
+    whole = raw.shape[1] % layout.nbytes == 0
+    if raw.dim() != 2 or raw.dtype is not torch.uint8 or not whole or not 0 <= start <= stop <= width:
         raise ValueError(f"columns {start} to {stop} are not in {kind} rows of {raw.shape[1]} bytes")
-    if start >= layout.elements or (kind == "INT8" and start % BLOCK):
+    if start >= layout.elements:
         raise ValueError("the first column has to be in the first block")
+    return _pack(kind, raw, columns, memory)
+
+
+def pack_integers(rows: IntegerRows, memory: WeightMemory | None = None) -> PackedBlocks:
+    """The same of integers that come one in a byte."""
+    integers, scales, zeros, start, group = rows.integers, rows.scales, rows.zeros, rows.start, rows.group
+    phase, lead = place_in_group(rows.kind, start, group)
+    inputs = integers.shape[1] - lead
+    blocks = -(-integers.shape[1] // BLOCK) + phase
+    sets = 1 if rows.kind == "INT8" else -(-blocks >> shift_of(rows.kind, group))
+    expected = torch.int8 if rows.kind == "INT8" else torch.uint8
+    if integers.dim() != 2 or integers.dtype is not expected or inputs < 0 or group % BLOCK:
+        raise ValueError(f"{rows.kind} takes {expected} [outputs, inputs] in groups of a multiple of {BLOCK}")
+    if scales.shape != (len(integers), sets) or scales.dtype is not torch.float32:
+        raise ValueError(f"{rows.kind} needs {sets} float32 scale(s) for each output")
+    if (zeros is None) != (rows.kind == "INT8"):
+        raise ValueError("INT4 has zeros, INT8 none")
+    if zeros is not None and (zeros.shape != scales.shape or zeros.dtype is not torch.uint8):
+        raise ValueError("zeros are uint8, as many as scales")
+    if rows.order is not None and (rows.order.shape != (inputs,) or rows.order.dtype is not torch.int64):
+        raise ValueError("the order has an int64 for each input")
+    beside = scales.contiguous(), None if zeros is None else zeros.contiguous()
+    return _pack(rows.kind, integers, (start, start + inputs), memory, group, beside, rows.order)
+
+
+def _pack(
+    kind: str, raw: torch.Tensor, columns: tuple[int, int], memory: WeightMemory | None, group: int = 0,
+    beside: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None), order: torch.Tensor | None = None,
+) -> PackedBlocks:  # fmt: skip
+    library = _library()
     if raw.stride(1) != 1 or raw.device.type != "cpu":
         raw = raw.cpu().contiguous()
-    if kind == "INT8":
-        if scales is None or scales.shape != (outputs,) or scales.dtype != torch.float32:
-            raise ValueError("INT8 needs a float32 scale for each output")
-        scales = scales.contiguous()
-    phase, lead = divmod(start, BLOCK) if start < stop else (0, 0)
-    data = (memory or WeightMemory()).empty((packed_bytes(kind, outputs, columns),), torch.uint8)
-    inputs = stop - start
+    outputs, inputs = raw.shape[0], columns[1] - columns[0]
+    phase, lead = place_in_group(kind, columns[0], group) if inputs else (0, 0)
+    shift = shift_of(kind, group)
+    data = (memory or WeightMemory()).empty((packed_bytes(kind, outputs, columns, group),), torch.uint8)
     if data.numel():
-        address = 0 if scales is None else scales.data_ptr()
+        scales, zeros = (0 if tensor is None else tensor.data_ptr() for tensor in beside)
         step = raw.stride(0) if outputs > 1 else raw.shape[1]
+        width = lead + inputs if inputs else 0
         library.block_pack(
-            layout.number,
-            raw.data_ptr(),
-            step,
-            outputs,
-            lead + inputs if inputs else 0,
-            phase,
-            address,
-            data.data_ptr(),
+            KINDS[kind].number, raw.data_ptr(), step, outputs, width, phase, shift, scales, zeros, data.data_ptr()
         )
-    return PackedBlocks(data, kind, outputs, inputs, lead, phase)
+    return PackedBlocks(data, kind, outputs, inputs, lead, phase, shift, order)
+
+
+def same_columns(one: PackedBlocks, other: PackedBlocks) -> bool:
+    """Whether two matrices can be multiplied together: the same inputs, in the same order."""
+    if (one.inputs, one.lead) != (other.inputs, other.lead) or (one.order is None) != (other.order is None):
+        return False
+    return one.order is other.order or (
+        one.order is not None and other.order is not None and torch.equal(one.order, other.order)
+    )
 
 
 class BlockProduct:
@@ -85,12 +137,18 @@ class BlockProduct:
         self.matrices = tuple(matrices)
         first = matrices[0]
         self.inputs, self.lead = first.inputs, first.lead
-        if any((m.inputs, m.lead) != (self.inputs, self.lead) for m in matrices):
+        self._inner = first.inputs
+        if not all(same_columns(first, m) for m in matrices):
             raise ValueError("all matrices of a product have the same columns")
+        self._order, self._gaps = first.order, False
+        if first.order is not None:
+            self.inputs, self._gaps = int(first.order.max()) + 1, bool((first.order < 0).any())
+            # Gaps take the column of zeros that is put behind the others.
+            self._order = first.order.where(first.order >= 0, self.inputs)
         self._library = _library()
         parts, column = [], 0
         for m in matrices:
-            parts.append([m.data.data_ptr(), KINDS[m.kind].number, m.outputs, column, m.phase])
+            parts.append([m.data.data_ptr(), KINDS[m.kind].number, m.outputs, column, m.phase, m.shift])
             column += m.outputs
         self.outputs = column
         self._parts = torch.tensor(parts, dtype=torch.int64)
@@ -103,9 +161,11 @@ class BlockProduct:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x [T, inputs] of any type in `NUMBERS`, whose rows may lie apart, times the matrices: [T, outputs] in x's
         type, or `dtype`. `bias` is [outputs]. Raises ValueError for what does not fit."""
+        if self._order is not None and x.shape[1] == self.inputs:
+            x = (F.pad(x, (0, 1)) if self._gaps else x).index_select(1, self._order)
         rows, width = x.shape
         step, one = x.stride()
-        if width != self.inputs or one != 1 or x.dtype not in NUMBERS or not x.is_cpu:
+        if width != self._inner or one != 1 or x.dtype not in NUMBERS or not x.is_cpu:
             raise ValueError(f"x has to be numbers [T, {self.inputs}], each row contiguous")
         address, bias_type = 0, 0
         if bias is not None:
@@ -124,10 +184,12 @@ class BlockProduct:
         float32 to `dtype`. Zeros for ids outside. Raises ValueError for anything but a vector of int64."""
         if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or not ids.is_cpu:
             raise ValueError("ids have to be a contiguous vector of int64")
-        y = torch.empty(len(ids), self.inputs)
+        y = torch.empty(len(ids), self._inner)
         self._library.block_unpack(
-            ids.data_ptr(), len(ids), start, self.inputs, self.lead, self._address, self._count, y.data_ptr()
+            ids.data_ptr(), len(ids), start, self._inner, self.lead, self._address, self._count, y.data_ptr()
         )
+        if self._order is not None:
+            y = y.new_empty(len(ids), self.inputs + 1).index_copy_(1, self._order, y)[:, : self.inputs]
         return y if dtype is torch.float32 else y.to(dtype)
 
 

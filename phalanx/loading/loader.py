@@ -12,12 +12,15 @@ import torch
 
 from phalanx.attention.base import AttentionBackend
 from phalanx.checkpoint.locate import Checkpoint
-from phalanx.checkpoint.rules import Binding, Part, Piece, bind, bind_copies
+from phalanx.checkpoint.quantized import QuantizedInfo
+from phalanx.checkpoint.rules import Binding, Part, Piece, bind, bind_copies, spare_biases
 from phalanx.checkpoint.tensor_info import BLOCK_TYPES
 from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import CheckpointError
+from phalanx.kernels.block_matmul import IntegerRows
 from phalanx.layers.weights import WeightSlot
+from phalanx.loading import integers
 from phalanx.loading.dummy import fill_dummy
 from phalanx.loading.tensors import TensorReader
 from phalanx.models.decoder import Decoder
@@ -25,6 +28,8 @@ from phalanx.models.registry import weight_table
 from phalanx.models.spec import DecoderSpec
 from phalanx.models.split import Split
 from phalanx.quantization.base import Scheme
+
+Range = tuple[int, int]
 
 Progress = Callable[[float], None]
 """Called with the share that is done, 0 to 1."""
@@ -52,6 +57,12 @@ def load_decoder(
     with TensorReader() as reader:
         for name, pieces in copies.items():
             _check_copy(pieces[0], binding[name], reader)
+        for bias in spare_biases(table, tensors, spec.tensors):
+            if reader.read(bias).any():
+                raise CheckpointError(
+                    f"The checkpoint has '{bias.name}', for which the model has no place.",
+                    fix="Check that config.json belongs to these weights.",
+                )
         _fill_all(decoder, lambda slot: _fill(slot, binding, reader), progress)
     return decoder
 
@@ -95,9 +106,11 @@ def _fill(slot: WeightSlot, binding: Binding, reader: TensorReader) -> None:
         part: Part = (rows,) if slot.columns is None else (rows, slot.columns)
         if isinstance(slot.target, torch.Tensor):
             # Matrices of blocks come out in the model's type at once: a large table's float32 copy would be the peak.
-            blocks = slot.columns is not None and piece.info.dtype in BLOCK_TYPES
-            data = _read(piece, part, reader, slot.target.dtype if blocks else None)
+            blocks = piece.info.dtype in BLOCK_TYPES or isinstance(piece.info, QuantizedInfo)
+            data = _read(piece, part, reader, slot.target.dtype if blocks and slot.columns is not None else None)
             slot.target[first - start : last - start].copy_(data)
+        elif slot.columns is not None and _has_integers(piece) and slot.target.takes_blocks:
+            slot.target.put_integers(first - start, _read_integers(piece, rows, slot.columns, reader))
         elif slot.columns is not None and _has_blocks(piece) and slot.target.takes_blocks:
             raw, columns = _read_blocks(piece, rows, slot.columns, reader)
             slot.target.put_blocks(first - start, piece.info.dtype, raw, columns)
@@ -107,6 +120,21 @@ def _fill(slot: WeightSlot, binding: Binding, reader: TensorReader) -> None:
 
 def _has_blocks(piece: Piece) -> bool:
     return piece.info.dtype in BLOCK_TYPES and piece.keeps_rows
+
+
+def _has_integers(piece: Piece) -> bool:
+    return isinstance(piece.info, QuantizedInfo) and piece.keeps_rows
+
+
+def _read_integers(piece: Piece, rows: Range, columns: Range, reader: TensorReader) -> IntegerRows:
+    """Rows of a quantised matrix, put in the piece's order."""
+    info, source = piece.info, piece.source((rows, columns))[0]
+    if not isinstance(info, QuantizedInfo):
+        raise TypeError(f"'{info.name}' is not quantised")
+    held = integers.packable(reader, info, source, columns)
+    if piece.operations:
+        held = held.in_order(piece.take(torch.arange(source[1] - source[0])[:, None], (rows, (0, 1))).flatten())
+    return integers.integer_rows(held, columns)
 
 
 def _read_blocks(
@@ -121,5 +149,9 @@ def _read_blocks(
 def _read(piece: Piece, part: Part, reader: TensorReader, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A part of a piece, of which no more is read than its operations need."""
     rows, *columns = piece.source(part)
-    data: torch.Tensor = piece.take(reader.read(piece.info, rows, dtype, columns=columns[0] if columns else None), part)
+    if isinstance(piece.info, QuantizedInfo):
+        held = integers.read(reader, piece.info, rows, columns[0])
+        data: torch.Tensor = piece.take(integers.numbers(held, dtype or torch.float32), part)
+        return data
+    data = piece.take(reader.read(piece.info, rows, dtype, columns=columns[0] if columns else None), part)
     return data

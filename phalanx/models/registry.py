@@ -6,10 +6,11 @@ Families are listed here by name and imported only when used. Knows nothing of w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
 
+from phalanx.checkpoint.quantized import read_layout
 from phalanx.checkpoint.rules import WeightTable
 from phalanx.errors import CheckpointError, UnsupportedModel
 from phalanx.models.families.fields import Fields
@@ -71,17 +72,11 @@ def read_spec(config: Mapping[str, Any]) -> DecoderSpec:
     Raises UnsupportedModel for a family or quantisation we do not have, CheckpointError for a value that cannot be.
     """
     family = _family(_model_type(config))
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-        raise UnsupportedModel(
-            f"The checkpoint is quantised with '{str(method or 'an unknown method')[:60]}', which is not supported.",
-            fix="Use the unquantised checkpoint or a GGUF file.",
-        )
+    layout = read_layout(config)
     spec = import_module(f"phalanx.models.families.{family.module}").read(Fields(config))
     if not isinstance(spec, DecoderSpec):
         raise TypeError(f"family {family.module} gave no DecoderSpec")
-    return spec
+    return spec if layout is None else replace(spec, checkpoint_dtype="quantized")
 
 
 def weight_table(spec: DecoderSpec, format: Literal["safetensors", "gguf"]) -> WeightTable:

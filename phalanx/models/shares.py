@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from phalanx.distributed.mesh import Mesh, Place
-from phalanx.kernels.block_layout import packed_bytes
+from phalanx.kernels.block_layout import BLOCK, packed_bytes
 from phalanx.models.spec import (
     BYTES_PER_ELEMENT,
     DecoderSpec,
@@ -97,12 +97,19 @@ def _bytes(
     total = begin = 0
     for piece in stored or (StoredRows(weight.shape[0], ""),):
         count = max(0, min(rows[1], begin + piece.rows) - max(rows[0], begin))
-        if piece.kind == "INT8":
-            total += packed_bytes(piece.kind, count, (0, width))
-        else:
-            total += packed_bytes(piece.kind, count, columns) if piece.kind else count * width * size
+        total += _packed(piece, count, columns, weight.shape[1]) if piece.kind else count * width * size
         begin += piece.rows
     return total
+
+
+def _packed(piece: StoredRows, count: int, columns: tuple[int, int], inputs: int) -> int:
+    """Bytes of `count` rows. Of ordered groups that several ranks share each rank has some inputs of every group, in
+    whole blocks of its own: it is the most that these may be."""
+    if not piece.ordered or columns == (0, inputs):
+        return packed_bytes(piece.kind, count, columns, piece.group)
+    groups, width = -(-inputs // piece.group), columns[1] - columns[0]
+    most = min((width + groups * (BLOCK - 1)) // BLOCK * BLOCK, groups * piece.group)
+    return packed_bytes(piece.kind, count, (0, most), BLOCK)
 
 
 def kv_bytes_per_token(spec: DecoderSpec, split: Split, place: Place, dtype: str) -> int:

@@ -204,6 +204,10 @@ class StoredRows(NamedTuple):
 
     rows: int
     kind: str
+    group: int = 0
+    """Inputs that share a scale, where the kind leaves that open (INT4); 0 for all."""
+    ordered: bool = False
+    """Groups are not of neighbouring inputs."""
 
 
 StoredParts = tuple[tuple[str, tuple[StoredRows, ...]], ...]

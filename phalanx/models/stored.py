@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from phalanx.checkpoint.locate import Checkpoint
-from phalanx.checkpoint.rules import bind
+from phalanx.checkpoint.quantized import METHODS, QuantizedInfo
+from phalanx.checkpoint.rules import Piece, bind
 from phalanx.checkpoint.tensor_info import BLOCK_TYPES
 from phalanx.kernels.library import native
 from phalanx.models.registry import weight_table
@@ -14,20 +15,17 @@ from phalanx.models.spec import DecoderSpec, StoredRows, StoredWeights
 
 
 def with_stored(spec: DecoderSpec, checkpoint: Checkpoint, quantization: str | None) -> DecoderSpec:
-    """`spec` with what `quantization` (resolved: gguf, int8, or none) makes of its weights; without the native library
-    nothing stays quantised.
+    """`spec` with what `quantization` (resolved: a checkpoint's method, int8, or none) makes of its weights; without
+    the native library nothing stays quantised.
 
     Raises CheckpointError when the checkpoint's tensors are not the model's.
     """
     if native() is None:
         return spec
-    if quantization == "gguf":
+    if quantization in ("gguf", *METHODS):
         binding = bind(weight_table(spec, checkpoint.format), checkpoint.tensors(), spec.tensors)
         found = {
-            name: tuple(
-                StoredRows(p.length, p.info.dtype if p.info.dtype in BLOCK_TYPES and p.keeps_rows else "")
-                for p in pieces
-            )
+            name: tuple(_stored(piece) for piece in pieces)
             for name, pieces in binding.items()
             if _is_multiplied(spec, name)
         }
@@ -37,6 +35,15 @@ def with_stored(spec: DecoderSpec, checkpoint: Checkpoint, quantization: str | N
     else:
         return spec
     return replace(spec, stored=_by_layer(spec, found.items()))
+
+
+def _stored(piece: Piece) -> StoredRows:
+    info = piece.info
+    if not piece.keeps_rows:
+        return StoredRows(piece.length, "")
+    if isinstance(info, QuantizedInfo):
+        return StoredRows(piece.length, info.dtype, info.form.group, info.form.ordered)
+    return StoredRows(piece.length, info.dtype if info.dtype in BLOCK_TYPES else "")
 
 
 def _is_multiplied(spec: DecoderSpec, name: str) -> bool:

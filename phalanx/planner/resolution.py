@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from phalanx import env
 from phalanx.checkpoint.locate import Checkpoint
+from phalanx.checkpoint.quantized import read_layout
 from phalanx.config import EngineConfig, ModelConfig, ParallelConfig, resolve
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import ConfigError, NotEnoughMemory
@@ -59,13 +60,15 @@ def spec_of(config: EngineConfig, checkpoint: Checkpoint) -> DecoderSpec:
 
 
 def _check_quantization(model: ModelConfig, checkpoint: Checkpoint) -> str:
-    """What is asked for, or what the checkpoint has: blocks of a GGUF file stay as they are, unless float32 is asked
-    for, which is for exact results. Raises ConfigError for a wish that cannot be met."""
-    has, dummy = checkpoint.format == "gguf", model.load_format == "dummy"
+    """What is asked for, or what the checkpoint has: integers stay as they are, unless float32 is asked for, which is
+    for exact results. Raises ConfigError for a wish that cannot be met."""
+    layout = read_layout(checkpoint.config)
+    has = "gguf" if checkpoint.format == "gguf" else None if layout is None else layout.method
+    dummy = model.load_format == "dummy"
     if model.quantization is None:
-        return "gguf" if has and model.dtype != "float32" and not dummy else "none"
+        return has if has and model.dtype != "float32" and not dummy else "none"
     asked = model.quantization.lower()
-    possible = ["none", *(["gguf"] if has and not dummy else []), *([] if has else ["int8"])]
+    possible = ["none", *([has] if has and not dummy else []), *([] if has else ["int8"])]
     if asked not in possible:
         raise ConfigError(
             f"--quantization is '{asked[:60]}', but the weights of {checkpoint.name} can only be used as "

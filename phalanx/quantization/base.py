@@ -12,13 +12,15 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from phalanx.checkpoint.quantized import METHODS
 from phalanx.errors import UnsupportedModel
+from phalanx.kernels.block_matmul import IntegerRows
 from phalanx.kernels.library import native
 from phalanx.kernels.matmul import PackedMatrix, WeightMemory, packs, rows_twin
 
 Storage = dict[str, Any]
 
-_BLOCKS = ("gguf", "int8")
+_BLOCKS = ("gguf", "int8", *METHODS)
 
 
 class RowTarget(Protocol):
@@ -38,6 +40,10 @@ class RowTarget(Protocol):
 
     def put_blocks(self, row: int, kind: str, raw: torch.Tensor, columns: tuple[int, int]) -> None:
         """Rows from `row` on, as whole blocks: uint8 [n, bytes], of which `columns` are the matrix's."""
+        ...
+
+    def put_integers(self, row: int, rows: IntegerRows) -> None:
+        """Rows from `row` on, as integers with scales."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Weights that stay small integers, as the native library multiplies them: GGUF's blocks as they are, and int8.
+"""Weights that stay small integers, as the native library multiplies them: those of quantised checkpoints, and int8.
 
 Rows may come in several pieces, each of its own kind: query, key and value of one layer often differ. What a checkpoint
 has as plain numbers stays so, beside the blocks, and is multiplied by the scheme for plain weights.
@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from phalanx.kernels.block_matmul import BlockProduct, PackedBlocks, pack_blocks
+from phalanx.kernels.block_matmul import (
+    BlockProduct,
+    IntegerRows,
+    PackedBlocks,
+    pack_blocks,
+    pack_integers,
+    same_columns,
+)
 from phalanx.kernels.matmul import WeightMemory
 from phalanx.quantization.base import Scheme, Storage
 
@@ -62,6 +69,10 @@ class BlockRows:
         matrix's."""
         self.matrix.filled[self.start + row] = pack_blocks(kind, raw, columns, memory=self.matrix.memory)
 
+    def put_integers(self, row: int, rows: IntegerRows) -> None:
+        """Rows from `row` on, as integers with scales."""
+        self.matrix.filled[self.start + row] = pack_integers(rows, self.matrix.memory)
+
     def put(self, row: int, numbers: torch.Tensor) -> None:
         """Rows from `row` on, as numbers [n, inputs]."""
         self.matrix.filled[self.start + row] = (
@@ -70,8 +81,8 @@ class BlockRows:
 
 
 class PackedBlockScheme:
-    """`gguf`: blocks as the checkpoint has them. `int8`: every matrix rounded to int8 while it is loaded, with a scale
-    for each output."""
+    """`gguf`, `gptq` and so on: integers as the checkpoint has them. `int8`: every matrix rounded to int8 while it is
+    loaded, with a scale for each output."""
 
     shard_unit = 1
     stores_tables = True
@@ -91,7 +102,7 @@ class PackedBlockScheme:
         matrix: _Matrix = storage["matrix"]
         together: list[PackedBlocks | torch.Tensor] = []
         for _, rows in sorted(matrix.filled.items(), key=lambda item: item[0]):
-            if together and isinstance(rows, PackedBlocks) != isinstance(together[0], PackedBlocks):
+            if together and not _go_together(together[0], rows):
                 matrix.pieces.append(self._piece(matrix, together))
                 together = []
             together.append(rows)
@@ -150,9 +161,15 @@ class PackedBlockScheme:
         return sum(p.nbytes if isinstance(p, BlockProduct) else self._plain.nbytes(p.storage) for p in pieces)
 
 
+def _go_together(one: PackedBlocks | torch.Tensor, other: PackedBlocks | torch.Tensor) -> bool:
+    if isinstance(one, PackedBlocks) and isinstance(other, PackedBlocks):
+        return same_columns(one, other)
+    return isinstance(one, PackedBlocks) == isinstance(other, PackedBlocks)
+
+
 def _to_int8(numbers: torch.Tensor, memory: WeightMemory) -> PackedBlocks:
     """Each row to whole multiples of a 127th of its largest number. What is not finite stays so, in the whole row."""
     values = numbers.float()
     scales = values.abs().amax(1) / 127 if values.numel() else values.new_zeros(len(values))
     whole = values.div(scales[:, None]).nan_to_num(0.0).round_().to(torch.int8)
-    return pack_blocks("INT8", whole, (0, values.shape[1]), scales, memory)
+    return pack_integers(IntegerRows("INT8", whole, scales[:, None]), memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,21 @@ import torch
 from torch import Tensor
 
 from phalanx.kernels.block_layout import KINDS, packed_bytes
-from phalanx.kernels.block_matmul import BlockProduct, PackedBlocks, block_matmul_twin, pack_blocks
+from phalanx.kernels.block_matmul import (
+    BlockProduct,
+    IntegerRows,
+    PackedBlocks,
+    block_matmul_twin,
+    pack_blocks,
+    pack_integers,
+)
 from phalanx.kernels.library import native
 from phalanx.loading.gguf_blocks import dequantize
 
-FILE_KINDS = [kind for kind in KINDS if kind != "INT8"]
+FILE_KINDS = [kind for kind in KINDS if not kind.startswith("INT")]
+GROUPED = {"INT4/32": 32, "INT4/64": 64, "INT4/96": 32, "INT4/128": 128, "INT4/256": 256}
+"""INT4 with scales for so many inputs, and the columns that a set of scales is kept for."""
+ALL_KINDS = [*KINDS, *GROUPED]
 CPU_TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -23,9 +34,12 @@ def matrix(kind: str, outputs: int, inputs: int, columns: tuple[int, int] | None
     rng = np.random.default_rng(outputs * 1000 + inputs)
     columns = columns or (0, inputs)
     if kind == "INT8":
-        numbers = torch.from_numpy(rng.integers(-127, 128, (outputs, columns[1]), dtype=np.int8))
-        scales = torch.from_numpy(rng.normal(0, 0.01, outputs).astype(np.float32))
-        return pack_blocks(kind, numbers, columns, scales), (numbers * scales[:, None])[:, slice(*columns)]
+        numbers = torch.from_numpy(rng.integers(-128, 128, (outputs, columns[1]), dtype=np.int8))
+        scales = torch.from_numpy(rng.normal(0, 0.01, (outputs, 1)).astype(np.float32))
+        return pack_integers(IntegerRows(kind, numbers, scales)), (numbers * scales)[:, slice(*columns)]
+    if kind.startswith("INT4"):
+        rows, values = int4(kind, outputs, inputs, columns, rng)
+        return pack_integers(rows), values
     layout = KINDS[kind]
     width = -(-inputs // layout.elements) * layout.elements
     raw = rng.integers(0, 256, (outputs * width // layout.elements, layout.nbytes), dtype=np.uint8)
@@ -36,18 +50,38 @@ def matrix(kind: str, outputs: int, inputs: int, columns: tuple[int, int] | None
     return pack_blocks(kind, blocks, columns), values
 
 
+def int4(
+    kind: str, outputs: int, inputs: int, columns: tuple[int, int], rng: np.random.Generator
+) -> tuple[IntegerRows, Tensor]:
+    group = int(kind.partition("/")[2] or 0)
+    width, unit, (start, stop) = group or inputs, GROUPED.get(kind, inputs), columns
+    integers = torch.from_numpy(rng.integers(0, 16, (outputs, inputs), dtype=np.uint8))
+    sets = -(-inputs // width)
+    scales = torch.from_numpy(rng.normal(0, 0.01, (outputs, sets)).astype(np.float32))
+    zeros = torch.from_numpy(rng.integers(0, 16, (outputs, sets), dtype=np.uint8))
+    of = torch.arange(inputs) // width
+    values = (scales[:, of] * (integers.float() - zeros[:, of]))[:, start:stop]
+    taken = torch.arange(start // unit * unit, stop, unit) // width
+    first = start // 32 * 32 if group else start
+    rows = IntegerRows("INT4", integers[:, first:stop], scales[:, taken], zeros[:, taken], group, start)
+    return rows, values
+
+
 def cuts(kind: str) -> list[tuple[int, tuple[int, int]]]:
     """(Inputs in the file, the columns taken): whole, and with both ends inside a block."""
+    if kind in GROUPED:
+        return [(256, (0, 256)), (768, (64, 700)), (768, (200, 711)), (96, (32, 96))]
     wide = KINDS[kind].elements == 256
     return [(256, (0, 256)), (768, (64, 700)), (768, (40, 711))] if wide else [(96, (0, 96)), (160, (0, 131))]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_rows_come_back(kind: str) -> None:
     for inputs, columns in [*cuts(kind), *([(64, (8, 50)), (64, (3, 3))] if kind in FILE_KINDS else [])]:
         for outputs in (0, 1, 16, 37):
             packed, values = matrix(kind, outputs, inputs, columns)
-            assert packed.data.numel() == packed_bytes(kind, outputs, columns)
+            name, _, group = kind.partition("/")
+            assert packed.data.numel() == packed_bytes(name, outputs, columns, int(group or 0))
             more, other = matrix(kind, 5, inputs, columns)
             product, both = BlockProduct([packed, more]), torch.cat([values, other])
             order = torch.randperm(outputs + 5)
@@ -57,19 +91,22 @@ def test_rows_come_back(kind: str) -> None:
 
 
 def test_sizes_are_the_librarys() -> None:
-    for kind, layout in KINDS.items():
+    for kind in ALL_KINDS:
+        name, _, group = kind.partition("/")
+        layout, unit = KINDS[name], GROUPED.get(kind, 256)
+        shift = 31 if kind == "INT4" else (unit // 32).bit_length() - 1
         for outputs, columns in ((1, (0, 32)), (50, (0, 768)), (16, (0, 33)), (17, (64, 400))):
             start, stop = columns
-            if start and layout.elements == 32:
+            if start and layout.elements == 32 and kind not in GROUPED:
                 continue
-            blocks, phase = -(-stop // 32) - start // 32, start % layout.elements // 32
-            assert packed_bytes(kind, outputs, columns) == native().block_packed_bytes(
-                layout.number, outputs, blocks, phase
+            blocks, phase = -(-stop // 32) - start // 32, start % unit // 32
+            assert packed_bytes(name, outputs, columns, int(group or 0)) == native().block_packed_bytes(
+                layout.number, outputs, blocks, phase, shift
             )
 
 
 @pytest.mark.usefixtures("instruction_set", "threads")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 class TestProducts:
     def test_near_the_dequantised_product(self, kind: str) -> None:
         """As the twin computes; and within what rounding activations to a 254th of their block's range can change."""
@@ -133,9 +170,32 @@ def test_kinds_stand_side_by_side() -> None:
 
 
 @pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("gaps", [False, True])
+def test_inputs_in_another_order(gaps: bool) -> None:
+    """The same as of activations that were put in that order before; and rows come back as they were."""
+    rows, values = int4("INT4/32", 21, 160, (0, 160), np.random.default_rng(3))
+    order = torch.randperm(160)
+    if gaps:
+        order = torch.where(order < 130, order, -1)
+        values = values.where(order >= 0, 0.0)
+        zeros = rows.zeros.repeat_interleave(32, 1)
+        rows = replace(rows, integers=rows.integers.where(order >= 0, zeros))
+    width = int(order.max()) + 1
+    product, plain = BlockProduct([pack_integers(replace(rows, order=order))]), BlockProduct([pack_integers(rows)])
+    assert product.inputs == width
+    x = torch.randn(5, width)
+    put = torch.cat([x, torch.zeros(5, 1)], 1)[:, order]
+    assert torch.equal(product(x, None), plain(put, None))
+    back = torch.zeros(21, width + 1).index_copy_(1, order % (width + 1), values)[:, :width]
+    assert torch.equal(product.rows(torch.arange(21)), back)
+    with pytest.raises(ValueError, match="x has to be"):
+        product(torch.zeros(5, width + 1), None)
+
+
+@pytest.mark.usefixtures("instruction_set")
 def test_float16_results_round_as_torch_does() -> None:
     """One weight of 1 and scales that are exact: results are the activations, over the whole range of float16."""
-    product = BlockProduct([pack_blocks("INT8", torch.ones(1, 1, dtype=torch.int8), (0, 1), torch.ones(1))])
+    product = BlockProduct([pack_integers(IntegerRows("INT8", torch.ones(1, 1, dtype=torch.int8), torch.ones(1, 1)))])
     x = torch.cat([torch.logspace(-9, 6, 4001), torch.tensor([65504.0, 65519.9, 65520.0, 6e-8, 2.9e-8, 0.0])])
     x = torch.cat([x, -x])[:, None].contiguous()
     exact = product(x, None, torch.float32)
@@ -158,8 +218,21 @@ def test_what_does_not_fit_is_refused() -> None:
             pack_blocks("Q8_0", raw, columns)
     with pytest.raises(ValueError, match="bytes"):
         pack_blocks("Q8_0", raw[:, :33], (0, 32))
-    with pytest.raises(ValueError, match="scale"):
-        pack_blocks("INT8", raw.view(torch.int8), (0, 32))
+    byte, one = torch.zeros(4, 64, dtype=torch.uint8), torch.ones(4, 1)
+    zeros = torch.zeros(4, 1, dtype=torch.uint8)
+    for rows, match in (
+        (IntegerRows("INT8", byte.view(torch.int8), one[:3]), "1 float32 scale"),
+        (IntegerRows("INT8", byte, one), "int8"),
+        (IntegerRows("INT8", byte.view(torch.int8), one, zeros), "INT8 none"),
+        (IntegerRows("INT4", byte.view(torch.int8), one, zeros), "uint8"),
+        (IntegerRows("INT4", byte, one), "INT4 has zeros"),
+        (IntegerRows("INT4", byte, one, zeros, 32), "2 float32 scale"),
+        (IntegerRows("INT4", byte, one, zeros, 24), "multiple of 32"),
+        (IntegerRows("INT4", byte, one, zeros.int()), "zeros are uint8"),
+        (IntegerRows("INT4", byte, one, zeros, order=torch.zeros(63, dtype=torch.int64)), "for each input"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            pack_integers(rows)
     for ids in (torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)[::2]):
         with pytest.raises(ValueError, match="ids have to be"):
             product.rows(ids)

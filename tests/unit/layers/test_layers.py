@@ -184,5 +184,5 @@ def test_choice_of_scheme() -> None:
     assert type(choose_scheme("none", torch.bfloat16, torch.device("meta"))) is Unquantized
     for dtype in (torch.float32, torch.bfloat16):
         assert type(choose_scheme(None, dtype, CPU)) is (Packed if packs(dtype, CPU) else Unquantized)
-    with pytest.raises(UnsupportedModel, match="'awq' is not in this version"):
-        choose_scheme("awq", torch.bfloat16, CPU)
+    with pytest.raises(UnsupportedModel, match="'fp8' is not in this version"):
+        choose_scheme("fp8", torch.bfloat16, CPU)

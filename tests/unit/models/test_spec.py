@@ -94,7 +94,7 @@ def test_every_family_has_its_tables() -> None:
         ({"rms_norm_eps": 0}, CheckpointError, "`rms_norm_eps`"),
         ({"attention_bias": "yes"}, CheckpointError, "`attention_bias`.*true or false"),
         ({"torch_dtype": "int4"}, UnsupportedModel, "type 'int4'"),
-        ({"quantization_config": {"quant_method": "awq"}}, UnsupportedModel, "quantised with 'awq'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "quantised with 'fp8'"),
         ({"partial_rotary_factor": 1.7}, CheckpointError, "`partial_rotary_factor`"),
     ],
 )
