@@ -27,6 +27,10 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "pipeline_tensor_sizes": ("2,1", "2,1"),
     "worker_resources": ("fast=1.5", ("fast=1.5",)),
     "worker_labels": ("zone=a", ("zone=a",)),
+    "speculative_config": (
+        '{"method": "ngram", "num_speculative_tokens": 3}',
+        '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 5}',
+    ),
 }
 """Options with a form of their own."""
 

@@ -7,6 +7,7 @@ import re
 import httpx
 import pytest
 
+from phalanx.metrics.speculation import SpeculationCounts
 from tests.helpers.server import EchoServer, echo_server
 
 
@@ -48,6 +49,7 @@ async def test_while_ready(server: EchoServer) -> None:
         "engine",
         "engines",
         "requests",
+        "speculation",
         "kv",
         "places",
         "hang_bound",
@@ -141,6 +143,19 @@ async def test_metrics_name_the_states(server: EchoServer) -> None:
     text = (await server.client.get("/metrics")).text
     assert 'phalanx:engine_state{model_name="echo",state="ready"} 1.0' in text
     assert 'state="failed"} 0.0' in text
+
+
+async def test_what_became_of_proposed_tokens(server: EchoServer) -> None:
+    assert (await server.client.get("/status")).json()["speculation"] is None
+    assert "spec_decode" not in (await server.client.get("/metrics")).text
+    server.echo._status.speculation = SpeculationCounts(3, 9, 5, [2, 2, 1])
+    seen = (await server.client.get("/status")).json()["speculation"]
+    assert seen == {"drafts": 3, "draft_tokens": 9, "accepted_tokens": 5, "accepted_at": [2, 2, 1]}
+    text = (await server.client.get("/metrics")).text
+    for name, value in (("num_drafts", 3), ("num_draft_tokens", 9), ("num_accepted_tokens", 5)):
+        assert f'phalanx:spec_decode_{name}_total{{model_name="echo"}} {value}.0' in text
+    place = 'phalanx:spec_decode_num_accepted_tokens_per_pos_total{model_name="echo",position="2"} 1.0'
+    assert place in text
 
 
 async def test_cors_only_for_allowed_origins() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.engine.speculation import FIXED_COST, INDEXED_AT_ONCE, LOSS, NgramIndex, Proposer
+from phalanx.engine.speculation import FIRST_CREDIT, INDEXED_AT_ONCE, LOSS, NgramIndex, Proposer, _cost
 from phalanx.speculative_config import SpeculativeConfig
 
 
@@ -57,9 +57,9 @@ def test_an_index_made_step_by_step_finds_the_longest_latest_place(tokens, short
 def test_what_followed_before_is_proposed():
     text = [1, 2, 3, 4, 5, 6, 7, 9, 2, 3]
     at = proposer()
-    assert at.propose(text, 10, 1) == [4, 5, 6]  # as many as the first credit pays for
-    at.settle(3, 3, 1)
-    assert at.propose([*text, 4, 5, 6, 7], 10, 1) == [9, 2, 3, 4]
+    assert at.propose(text, 10, 1) == [4, 5]  # as many as the first credit pays for
+    at.settle(2, 2, 1)
+    assert at.propose([*text, 4, 5, 6], 10, 1) == [7, 9, 2, 3]
     assert proposer().propose([1, 2, 3, 4], 10, 1) == []
     assert proposer(shortest=3).propose(text, 10, 1) == []
     assert proposer().propose(text, 2, 1) == [4, 5]
@@ -67,8 +67,10 @@ def test_what_followed_before_is_proposed():
 
 
 def test_a_repetition_is_continued_beyond_its_end():
-    assert proposer().propose([7, 8, 8, 8], 3, 1) == [8, 8, 8]
-    assert proposer().propose([9, 1, 2, 1, 2], 3, 1) == [1, 2, 1]
+    at = proposer()
+    assert at.propose([7, 8, 8, 8], 3, 1) == [8, 8]
+    at.settle(2, 2, 1)
+    assert at.propose([7, 8, 8, 8, 9, 1, 2, 1, 2], 3, 1) == [1, 2, 1]
 
 
 def test_a_source_is_followed_as_long_as_it_comes_true():
@@ -106,16 +108,15 @@ def test_where_nothing_comes_true_little_is_lost(running, answer):
     rng = random.Random(answer)
     pairs = [(a, b) for a in range(8) for b in range(8)]
     prompt = [token for a, b in pairs for token in (a, b, 1000 + rng.randrange(1000))]
-    at, text, rows = proposer(), list(prompt), 0
+    at, text, lost = proposer(), list(prompt), 0.0
     for step in range(answer):
         text.append(pairs[rng.randrange(64)][step % 2])
         tokens = at.propose(text, 4, running)
-        rows += len(tokens)
         if tokens:
+            lost += _cost(len(tokens), running)
             at.settle(len(tokens), 0, running)
-    lost = rows * running / (FIXED_COST + running)
     assert lost > 0 or running > 1
-    assert lost <= 0.4 + LOSS * answer
+    assert lost <= FIRST_CREDIT + LOSS * answer
     assert lost / answer < 0.03
 
 
@@ -139,5 +140,5 @@ def test_many_requests_at_once_need_a_better_record():
                 at.settle(1, step % 4 != 0, running)
         return total
 
-    assert proposals(1) == 200
-    assert proposals(64) < 30
+    assert proposals(1) > 150
+    assert proposals(64) < 10
