@@ -13,11 +13,9 @@ and grammars are worked on in a small pool of threads. Does not speak HTTP.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import itertools
 import logging
-import socket
 import threading
 import time
 import weakref
@@ -33,17 +31,14 @@ from phalanx.engine.client import EngineClient, EngineInfo, EngineLost, EngineSt
 from phalanx.engine.input_processor import InputProcessor, check_text
 from phalanx.engine.output_processor import OutputProcessor
 from phalanx.engine.request_stream import RequestStream
-from phalanx.engine.router import Router
-from phalanx.engine.routing import make_routing
-from phalanx.engine.scheduling import make_policy
 from phalanx.errors import ConfigError, Draining, EngineDead, Loading
 from phalanx.executor.base import LoadProgress
-from phalanx.layout_rules import check_replicas
 from phalanx.outputs import RequestOutput
 from phalanx.sampling_params import SamplingParams, StructuredOutputs
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.locate import Checkpoint
+    from phalanx.engine.engines import Engines
     from phalanx.structured.grammar import GrammarCompiler
     from phalanx.text.chat_template import ChatTemplate
     from phalanx.text.tokenizer import Tokenizer
@@ -76,20 +71,22 @@ class AsyncEngine:
         client: EngineClient | None = None,
         checkpoint: Checkpoint | None = None,
         tokenizer: Tokenizer | None = None,
+        name: str = "",
     ):
         """`client` replaces the engine process (for example an `EchoEngine`); then `tokenizer` or `checkpoint` must
-        come with it. Otherwise all is found from `config`."""
+        come with it. Otherwise all is found from `config`. `name` tells its requests from those of others where it
+        shares the client with them."""
         self.config = config or EngineConfig()
         """Resolved once `start` has returned."""
         self.checkpoint = checkpoint
         self._client = client
-        self._doors: dict[int, socket.socket] = {}
-        """Where other nodes call, by the replica that they have ranks of."""
+        self._engines: Engines | None = None
         self._given_tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="phalanx-text")
         self._streams: weakref.WeakSet[RequestStream] = weakref.WeakSet()
         self._preparing = 0
         """Requests being tokenised, not yet in the engine."""
+        self._name = name
         self._count = itertools.count()
         self._state = "loading"
         self._inputs: InputProcessor | None = None
@@ -122,41 +119,13 @@ class AsyncEngine:
         return self.info
 
     async def _start_process(self, progress: LoadProgress | None) -> EngineInfo:
-        from phalanx.engine.replicas import Replicas
-        from phalanx.engine.resolution import for_engine
+        from phalanx.engine.engines import Engines
 
-        check_replicas(self.config.parallel)
-        loop = asyncio.get_running_loop()
-
-        def report(what: str, done: int, total: int) -> None:  # called on a thread
-            if self._state == "closed":
-                raise EngineDead("The engine was closed while it was fetching the model.")
-            if progress is not None:
-                loop.call_soon_threadsafe(progress, "download", done / total if total else 0.0)
-
-        parallel = self.config.parallel
-        for number in filter(parallel.meets_nodes, range(parallel.data_parallel_size)):
-            from phalanx.executor.interfaces import open_door
-
-            self._doors[number] = await self._in_thread(partial(open_door, parallel, number))
-        replicas = Replicas(parallel, progress=progress, doors=self._doors)
-        scheduler = self.config.scheduler
-        make_policy(scheduler.scheduling_policy)  # the engines make their own: what is wrong is said before they start
-        self._client = Router(
-            replicas.first,
-            make=replicas.makers,
-            recovery=self.config.recovery,
-            places=scheduler.max_num_queued_reqs + scheduler.max_num_seqs,
-            at_once=scheduler.max_num_seqs,
-            renewed=self._renewed,
-            routing=make_routing(parallel.routing_policy),
-        )
+        engines = self._engines = Engines(self.config, self.checkpoint, progress=progress, renewed=self._renewed)
         # First of all: importing torch there takes longer than everything here.
-        replicas.spawn()
-        # A thread of its own that nobody waits for at exit: a slow download must not hold up Ctrl-C.
-        checkpoint, self.config = await _in_daemon_thread(partial(self._locate, report))
-        self.checkpoint = checkpoint
-        replicas.configure(*await self._in_thread(partial(for_engine, self.config, checkpoint)))
+        self._client = await engines.spawn()
+        self.checkpoint = await engines.locate()
+        self.config = engines.config
         started = asyncio.ensure_future(self._client.start())
         try:
             await self._in_thread(self._load_text)
@@ -179,14 +148,6 @@ class AsyncEngine:
         if self.config.model.max_model_len is None:
             self.config = replace_model(self.config, max_model_len=info.max_model_len)
         return info
-
-    def _locate(self, report: Callable[[str, int, int], None]) -> tuple[Checkpoint, EngineConfig]:
-        from phalanx.checkpoint.locate import locate
-        from phalanx.engine.resolution import resolved
-
-        model = self.config.model
-        checkpoint = self.checkpoint or locate(model.model, revision=model.revision, progress=report)
-        return checkpoint, resolved(self.config, checkpoint)
 
     def _load_text(self) -> None:
         """Tokenizer and chat template. Raises UserError."""
@@ -242,7 +203,7 @@ class AsyncEngine:
         # Callers' ids need not be unique, the engine's are.
         process = partial(
             inputs.process,
-            f"{request_id[:100]}-{number}",
+            f"{request_id[:100]}-{self._name}{number}",
             prompt,
             params,
             priority=priority,
@@ -332,10 +293,10 @@ class AsyncEngine:
         """End every stream and the engine process. Idempotent."""
         self._state = "closed"
         await asyncio.gather(*(stream.aclose() for stream in list(self._streams)), return_exceptions=True)
-        if self._client is not None:
+        if self._engines is not None:
+            await self._engines.close()
+        elif self._client is not None:
             await self._client.close()
-        for door in self._doors.values():
-            door.close()
         if self._template is not None:
             self._template.close()
         if self._grammars is not None:
@@ -374,32 +335,6 @@ def _is_quick(prompt: str | list[int], params: SamplingParams) -> bool:
     if isinstance(params, SamplingParams) and (params.structured_outputs is not None or params.bad_words):
         return False
     return not isinstance(prompt, str) or len(prompt) <= _INLINE_CHARACTERS
-
-
-async def _in_daemon_thread(call: Callable[[], _T]) -> _T:
-    """Like `asyncio.to_thread`, but the interpreter does not wait for the thread when it ends."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def finish(result: _T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = call()
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop may be gone by now
-            loop.call_soon_threadsafe(finish, result, failure)
-
-    threading.Thread(target=run, name="phalanx-locate", daemon=True).start()
-    return await future
 
 
 def replace_model(config: EngineConfig, **changes: Any) -> EngineConfig:

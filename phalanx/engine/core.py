@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import gc
 import importlib
 import logging
@@ -36,7 +35,6 @@ from phalanx.engine.core_messages import (
     Fatal,
     FrameSocket,
     LoadFailed,
-    Outputs,
     Progress,
     Shutdown,
     Start,
@@ -45,10 +43,12 @@ from phalanx.engine.core_messages import (
     ToEngine,
     decode_request,
     load_failure,
+    send_outputs,
 )
 from phalanx.engine.engine import Engine
+from phalanx.engine.parent import end_with_parent
 from phalanx.engine.resolution import sharer, splitter
-from phalanx.errors import EngineDead, InvalidRequest, PhalanxError
+from phalanx.errors import EngineDead, PhalanxError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied
 from phalanx.executor.choose import make_executor
 from phalanx.logging import configure
@@ -279,23 +279,7 @@ class Core:
             fault_point.reach("after_send", step=self._engine.committed_step, life=self._life)
 
     def _send_outputs(self, outputs: list[EngineOutput], status: EngineStatus | None = None) -> None:
-        """In several frames when one would be too large. An output that is too large alone ends its request."""
-        try:
-            self._channel.send(Outputs(outputs, status))
-        except BrokenFrame:
-            if len(outputs) > 1:
-                middle = len(outputs) // 2
-                self._send_outputs(outputs[:middle])
-                self._send_outputs(outputs[middle:], status)
-                return
-            refusal = InvalidRequest(
-                "The log-probabilities of one step are too many to be sent.", fix="Ask for fewer.", param="logprobs"
-            )
-            ended = EngineOutput(
-                outputs[0].request_id, outputs[0].start, finish_reason="error", error=request_error(refusal)
-            )
-            self._engine.abort([ended.request_id])
-            self._channel.send(Outputs([ended], status))
+        send_outputs(self._channel.send, outputs, status, lambda request_id: self._engine.abort([request_id]))
 
 
 def _load(
@@ -341,14 +325,6 @@ def _load(
         return None
     channel.send(Started(info, engine.status()))
     return engine
-
-
-def end_with_parent(parent: int) -> None:
-    """Have Linux kill this process when its parent ends; elsewhere the closed socket has to do."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it ended before the line above
-        os._exit(1)
 
 
 def main(argv: list[str] | None = None) -> int:

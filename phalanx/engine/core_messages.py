@@ -14,14 +14,22 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Callable
 
 import msgspec
 
 from phalanx import errors
 from phalanx.config import EngineConfig
-from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, RequestError
+from phalanx.engine.client import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineStatus,
+    RequestError,
+    request_error,
+)
 from phalanx.error_names import error_named, name_of
-from phalanx.errors import EngineDead, PhalanxError, Unavailable
+from phalanx.errors import EngineDead, InvalidRequest, PhalanxError, Unavailable
 
 MAX_FRAME = 64 * 2**20
 """Bytes. The largest honest frame is a step's outputs with prompt log-probabilities of a long prompt."""
@@ -115,12 +123,37 @@ class BrokenFrame(Exception):
     """The peer sent something that is no frame of this protocol."""
 
 
-def frame(message: ToEngine | FromEngine) -> bytes:
+def frame(message: msgspec.Struct) -> bytes:
     """`message` as one frame. Raises BrokenFrame when it is above `MAX_FRAME`."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME:
         raise BrokenFrame(f"a frame of {len(body)} bytes is above the limit of {MAX_FRAME}")
     return _LENGTH.pack(len(body)) + body
+
+
+def send_outputs(
+    send: Callable[[Outputs], None],
+    outputs: list[EngineOutput],
+    status: EngineStatus | None,
+    abort: Callable[[str], None],
+) -> None:
+    """In several frames when one would be too large. An output that is too large alone ends its request, which is
+    aborted then."""
+    try:
+        send(Outputs(outputs, status))
+    except BrokenFrame:
+        if len(outputs) > 1:
+            middle = len(outputs) // 2
+            send_outputs(send, outputs[:middle], None, abort)
+            send_outputs(send, outputs[middle:], status, abort)
+            return
+        (output,) = outputs
+        refusal = InvalidRequest(
+            "The log-probabilities of one step are too many to be sent.", fix="Ask for fewer.", param="logprobs"
+        )
+        abort(output.request_id)
+        ended = EngineOutput(output.request_id, output.start, finish_reason="error", error=request_error(refusal))
+        send(Outputs([ended], status))
 
 
 def submit(request: EngineRequest) -> Submit:

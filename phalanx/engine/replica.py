@@ -2,8 +2,7 @@
 
 Guarantees: the death of the process is noticed at once and ends every stream with EngineDead; one that hangs is ended
 and counts as dead (with recovery switched off it is only called failed, until it moves again); a slow reader delays
-nobody, what it has not taken is merged; after `close` the process is gone and reaped. Does not restart an engine and
-does not know text.
+nobody; after `close` the process is gone and reaped. Does not restart an engine and does not know text.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 import msgspec
 
@@ -36,15 +36,14 @@ from phalanx.engine.core_messages import (
     Shutdown,
     Start,
     Started,
-    ToEngine,
-    body_length,
+    Submit,
     decode_from_engine,
-    frame,
     loading_error,
-    submit,
 )
+from phalanx.engine.frames import FrameStream
+from phalanx.engine.mailboxes import Mailboxes
 from phalanx.engine.patience import LOOK_S, Patience
-from phalanx.errors import Draining, EngineDead, InvalidRequest
+from phalanx.errors import Draining, EngineDead
 from phalanx.executor.base import LoadProgress
 from phalanx.executor.death import MemoryKills, describe
 
@@ -58,57 +57,6 @@ _LOADING_SILENCE_S = 15.0
 """While the model loads native code may hold the interpreter for longer, and with it the thread that beats."""
 _COUNT_S = 2.0
 """Between two looks at how many processes the kernel has ended for want of memory."""
-
-
-class _Mailbox:
-    """What the engine sent for one request and its reader has not taken."""
-
-    def __init__(self, start: int) -> None:
-        self._outputs: list[EngineOutput] = []
-        self._finished = False
-        self._error: Exception | None = None
-        self._news = asyncio.Event()
-        self.next_start = start
-
-    def put(self, output: EngineOutput) -> None:
-        if self._finished:  # an abort came too late
-            return
-        self._finished = output.finish_reason is not None
-        self._outputs.append(output)
-        self.next_start = output.start + len(output.token_ids)
-        self._news.set()
-
-    def fail(self, error: Exception) -> None:
-        self._error = error
-        self._news.set()
-
-    async def take(self) -> EngineOutput:
-        """Everything that is there, as one output. Raises what `fail` was told after that."""
-        while not self._outputs:
-            if self._error is not None:
-                raise self._error
-            self._news.clear()
-            await self._news.wait()
-        outputs, self._outputs = self._outputs, []
-        return outputs[0] if len(outputs) == 1 else merged(outputs)
-
-
-def merged(outputs: list[EngineOutput]) -> EngineOutput:
-    """One output for several of one request that follow each other."""
-    first, last = outputs[0], outputs[-1]
-    logprobs = [entry for output in outputs for entry in output.logprobs or ()]
-    prompt_logprobs = [entry for output in outputs for entry in output.prompt_logprobs or ()]
-    scheduled = next((output for output in outputs if output.scheduled_s is not None), first)
-    return msgspec.structs.replace(
-        last,
-        start=next((output.start for output in outputs if output.token_ids), last.start),
-        token_ids=[token for output in outputs for token in output.token_ids],
-        logprobs=logprobs or None,
-        prompt_logprobs=prompt_logprobs or None,
-        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
-        scheduled_s=scheduled.scheduled_s,
-        queued_s=scheduled.queued_s,
-    )
 
 
 class Replica:
@@ -134,12 +82,9 @@ class Replica:
         self._start: Start | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self._stream: FrameStream[FromEngine] | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._mailboxes: dict[str, _Mailbox] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._mailboxes = Mailboxes(self._send, self._post)
         self._status = EngineStatus(state="loading", since=time.time(), heartbeat=time.time())
         self._patience = Patience(0.0, time.monotonic())
         self._watching: asyncio.Task[None] | None = None
@@ -156,9 +101,10 @@ class Replica:
         """The engine process, None before `spawn`."""
         return None if self._process is None else self._process.pid
 
-    def spawn(self, *, ranks: bool = False) -> None:
+    def spawn(self, *, ranks: bool = False) -> socket.socket:
         """Start the process; it imports what it needs and waits. `ranks` says that processes of their own will compute.
-        Call it on the event loop's thread: on Linux the process ends with the thread that started it."""
+        Returns this end of the way to it. Call it on the event loop's thread: on Linux the process ends with the thread
+        that started it."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "phalanx.engine.core"]  # -P: the current folder is no place for modules
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid()), "--life", str(self._life)]
@@ -180,6 +126,7 @@ class Replica:
                 env=env.for_engine(self._threads),
             )
         self._socket = ours
+        return ours
 
     def configure(self, config: EngineConfig, name: str) -> None:
         """What to load: `config` as `resolution.for_engine` made it, and what the model is called."""
@@ -189,28 +136,27 @@ class Replica:
         """Returns when the model is loaded. Raises UserError, EngineDead; then nothing is left running."""
         if self._start is None:
             raise ValueError("configure the replica before it starts")
-        if self._process is None:
-            self.spawn()
+        sock = self._socket or self.spawn()
         try:
-            self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+            self._stream = stream = await FrameStream.over(sock, decode_from_engine)
             self._socket = None
-            await self._send(self._start)
-            started = await self._loaded()
+            await stream.send(self._start)
+            started = await self._loaded(stream)
         except BaseException:
             await self.close()
             raise
         self._status = started.status
         self._patience = Patience(self._start.config.recovery.hang_timeout, time.monotonic())
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._read(stream))
         self._watching = asyncio.create_task(self._watch(may_end_it=self._start.config.recovery.enable_recovery))
         return started.info
 
-    async def _loaded(self) -> Started:
+    async def _loaded(self, stream: FrameStream[FromEngine]) -> Started:
         patience = _FIRST_WORD_S
         while True:
             try:
                 async with asyncio.timeout(patience):
-                    message = await self._receive()
+                    message = await stream.receive()
             except TimeoutError:
                 self._hung = f"it has not answered for {patience:.0f} s"
                 raise await self._death(None, "while loading the model") from None
@@ -225,30 +171,21 @@ class Replica:
             if isinstance(message, Progress) and self._progress is not None:
                 self._progress(message.phase, message.share)
 
-    async def _receive(self) -> FromEngine:
-        """Raises EOFError (IncompleteReadError is one), OSError, BrokenFrame."""
-        if self._reader is None:
-            raise EOFError("not connected")
-        length = body_length(await self._reader.readexactly(4))
-        return decode_from_engine(await self._reader.readexactly(length))
+    async def _send(self, message: Submit) -> None:
+        if self._stream is not None:
+            await self._stream.send(message)
 
-    async def _send(self, message: ToEngine) -> None:
-        if self._writer is not None:
-            self._writer.write(frame(message))
-            with contextlib.suppress(ConnectionError):  # the reading side reports the loss
-                await self._writer.drain()
-
-    def _post(self, message: ToEngine) -> None:
+    def _post(self, message: Abort | Shutdown) -> None:
         """Send without waiting."""
-        if self._writer is not None and self._lost is None and not self._closed:
-            self._writer.write(frame(message))
+        if self._stream is not None and self._lost is None and not self._closed:
+            self._stream.post(message)
 
-    async def _read(self) -> None:
+    async def _read(self, stream: FrameStream[FromEngine]) -> None:
         """Hand out everything the engine sends, until it is gone."""
         cause: Exception | None = None
         while cause is None:
             try:
-                message = await self._receive()
+                message = await stream.receive()
             except (EOFError, OSError, BrokenFrame) as error:
                 cause = error
                 break
@@ -282,10 +219,7 @@ class Replica:
             self._patience.advanced()
         if message.status is not None:
             self._status = message.status
-        for output in message.outputs:
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is not None:  # else it was aborted in the meantime
-                mailbox.put(output)
+        self._mailboxes.deliver(message.outputs)
 
     async def _death(self, cause: BaseException | None, when: str) -> EngineLost:
         """What became of the process, in words. Ends it if it still lives."""
@@ -316,8 +250,7 @@ class Replica:
         if self._lost is None and not self._closed:
             log.debug("%s", error)
         self._lost = error
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(error)
+        self._mailboxes.fail(error)
         self._gone.set()
 
     async def lost(self) -> EngineLost:
@@ -329,38 +262,17 @@ class Replica:
             raise self._lost
         if self._closed or self._reading is None:
             raise EngineDead("The engine is closed." if self._closed else "The engine is not started.")
-        rid, start = request.request_id, len(request.output_token_ids)
         if self._draining:
-            refusal = Draining("The engine is shutting down.", retry_after=5.0)
-            yield EngineOutput(rid, start, finish_reason="error", error=request_error(refusal))
+            refusal = request_error(Draining("The engine is shutting down.", retry_after=5.0))
+            start = len(request.output_token_ids)
+            yield EngineOutput(request.request_id, start, finish_reason="error", error=refusal)
             return
-        if rid in self._mailboxes:
-            raise InvalidRequest(f"A request with the id '{rid}' is running.")
-        try:
-            message = submit(request)
-        except (ValueError, OverflowError, TypeError):
-            raise InvalidRequest("The request holds a value that cannot be sent to the engine.") from None
-        mailbox = self._mailboxes[rid] = _Mailbox(start)
-        self._idle.clear()
-        finished = False
-        try:
-            await self._send(message)
-            while not finished:
-                output = await mailbox.take()
-                finished = output.finish_reason is not None
+        async with aclosing(self._mailboxes.generate(request)) as outputs:
+            async for output in outputs:
                 yield output
-        finally:
-            self._mailboxes.pop(rid, None)
-            if not self._mailboxes:
-                self._idle.set()
-            if not finished:
-                self._post(Abort([rid]))
 
     async def abort(self, request_id: str) -> None:
-        mailbox = self._mailboxes.get(request_id)
-        if mailbox is not None:
-            self._post(Abort([request_id]))
-            mailbox.put(EngineOutput(request_id, mailbox.next_start, finish_reason="abort"))
+        self._mailboxes.abort(request_id)
 
     def status(self) -> EngineStatus:
         status = msgspec.structs.replace(self._status)
@@ -378,11 +290,7 @@ class Replica:
 
     async def drain(self, timeout: float) -> bool:
         self._draining = True
-        try:
-            await asyncio.wait_for(self._idle.wait(), timeout)
-        except TimeoutError:
-            return False
-        return True
+        return await self._mailboxes.drained(timeout)
 
     async def close(self) -> None:
         if self._closed:
@@ -397,8 +305,8 @@ class Replica:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fail_all(self._lost or _closed())
-        if self._writer is not None:
-            self._writer.close()
+        if self._stream is not None:
+            self._stream.close()
         if self._socket is not None:
             self._socket.close()
 

@@ -19,10 +19,10 @@ import pytest_asyncio
 
 from phalanx import LLM, AsyncEngine, EngineConfig, SamplingParams, StructuredOutputs
 from phalanx.checkpoint.locate import locate
-from phalanx.engine import replica as replica_module
 from phalanx.engine.client import EngineOutput
-from phalanx.engine.core_messages import Submit, frame
-from phalanx.engine.replica import Replica, merged
+from phalanx.engine.core_messages import Submit
+from phalanx.engine.mailboxes import Mailbox, merged
+from phalanx.engine.replica import Replica
 from phalanx.engine.resolution import for_engine, resolved
 from phalanx.engine.router import Router
 from phalanx.errors import ConfigError, EngineDead, InvalidRequest, NotEnoughMemory, PhalanxError, UserError
@@ -150,11 +150,11 @@ async def test_bad_requests_do_not_disturb_a_healthy_one(engine, expected):
          {"sampling": {"max_tokens": None}}, {"sampling": {"temperature": 1e400}}, {"choice": "x"}, {"request_id": 7})
     ):  # fmt: skip
         rid = f"bad{number}"
-        mailbox = replica._mailboxes[rid] = replica_module._Mailbox(0)
-        replica._writer.write(frame(Submit(rid, msgspec.Raw(msgspec.msgpack.encode(whole | change)))))
+        mailbox = replica._mailboxes.open[rid] = Mailbox(0)
+        replica._stream.post(Submit(rid, msgspec.Raw(msgspec.msgpack.encode(whole | change))))
         output = await asyncio.wait_for(mailbox.take(), 5)
         assert output.finish_reason == "error"
-        del replica._mailboxes[rid]
+        del replica._mailboxes.open[rid]
     assert await healthy == expected("hello world", params(max_tokens=100))
 
 
