@@ -370,6 +370,9 @@ class LimitsConfig:
 class ServerConfig:
     host: str = option("127.0.0.1", "Address to listen on. 0.0.0.0 opens the server to the network.")
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
+    api_server_count: int = option(
+        1, "Processes that answer HTTP and turn text into tokens and back, all on one port.", "-asc"
+    )
     api_key: tuple[str, ...] = option((), "Key(s) that clients must send as `Authorization: Bearer …`.", secret=True)
     ssl_keyfile: str | None = option(None, "TLS private key (PEM).")
     ssl_certfile: str | None = option(None, "TLS certificate chain (PEM).")

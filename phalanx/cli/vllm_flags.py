@@ -58,7 +58,6 @@ REFUSED: dict[str, str] = {
     "--enable-expert-parallel": "no mixture-of-experts model is supported.",
     "--decode-context-parallel-size": "the context is not split.",
     "-dcp": "the context is not split.",
-    "--api-server-count": "one server process answers.",
     "--kv-transfer-config": "the KV cache stays in the engine.",
     "--kv-offloading-size": "the KV cache stays in the engine; --kv-cache-memory-bytes sets its size.",
     "--cpu-offload-gb": "weights stay on one device.",

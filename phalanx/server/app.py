@@ -24,6 +24,7 @@ from phalanx.server import chat, completions, docs_page, models_and_health, toke
 from phalanx.server.failures import HttpError, error_response
 from phalanx.server.middleware import Admission, BrowserGuard, CrossOrigin, KeyGuard, RequestBoundary, allowed_hosts
 from phalanx.server.openapi import OPERATIONS, document, plain_path
+from phalanx.server.siblings import Siblings
 from phalanx.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -49,9 +50,9 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 )
 
 
-def create_app(engine: AsyncEngine, config: EngineConfig) -> FastAPI:
+def create_app(engine: AsyncEngine, config: EngineConfig, siblings: Siblings | None = None) -> FastAPI:
     """The ASGI application. Its `state.server` is the `ServerState`."""
-    state = ServerState(engine, config)
+    state = ServerState(engine, config, siblings)
     app = FastAPI(
         title="Phalanx",
         version=__version__,
@@ -108,7 +109,7 @@ def _guards(state: ServerState) -> list[Middleware]:
         Middleware(RequestBoundary, state.metrics, server.access_log),
         Middleware(KeyGuard, keys),
         Middleware(BrowserGuard, hosts, server.allowed_origins),
-        Middleware(Admission, state.admission, limits.max_concurrent_requests),
+        Middleware(Admission, state.admission, state.siblings.places, limits.max_concurrent_requests),
     ]
 
 

@@ -16,7 +16,6 @@ import re
 import time
 import traceback
 import uuid
-from collections import Counter
 from collections.abc import Callable, Iterable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +25,7 @@ from phalanx.errors import Draining, Loading, PhalanxError, QueueFull
 from phalanx.logging import escape
 from phalanx.metrics.serving import ServingMetrics
 from phalanx.server.failures import ClientGone, HttpError, error_response, internal_error
+from phalanx.server.places import Places
 
 logger = logging.getLogger("phalanx.server")
 access_logger = logging.getLogger("phalanx.server.access")
@@ -277,12 +277,11 @@ def owner_of(scope: Scope) -> int:
 class Admission:
     """Lets requests in while the model is ready and a place is free; no owner can take all places (`engine.queue`)."""
 
-    def __init__(self, app: ASGIApp, phase: Callable[[], str], max_concurrent: int):
+    def __init__(self, app: ASGIApp, phase: Callable[[], str], places: Places, max_concurrent: int):
         self._app = app
         self._phase = phase
+        self._places = places
         self._max = max_concurrent
-        self._running = 0
-        self._of_owner: Counter[int] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in ALWAYS_PATHS:
@@ -293,18 +292,17 @@ class Admission:
             raise Loading("The model is still loading.", fix="Try again soon.", retry_after=5.0)
         if phase == "draining":
             raise Draining("The server is shutting down.", retry_after=5.0)
-        owner, left = owner_of(scope), self._max - self._running
-        if left <= 0 or (owner and self._of_owner[owner] >= SHARE * left):
+        owner, left = owner_of(scope), self._max - self._places.taken
+        own = self._places.taken_by(owner) if owner else 0
+        if left <= 0 or own >= SHARE * left:
             full = f"{self._max} requests are being handled, the most this server takes at once."
-            own = f"{self._of_owner[owner]} requests with this API key are being handled, and few places are left."
-            raise QueueFull(full if left <= 0 else own, fix="Try again soon.", retry_after=1.0)
-        self._running += 1
-        self._of_owner[owner] += 1
+            mine = f"{own} requests with this API key are being handled, and few places are left."
+            raise QueueFull(full if left <= 0 else mine, fix="Try again soon.", retry_after=1.0)
+        self._places.take(owner)
         try:
             await self._app(scope, receive, send)
         finally:
-            self._running -= 1
-            self._of_owner[owner] -= 1
+            self._places.leave(owner)
 
 
 def allowed_hosts(configured: tuple[str, ...], *, bind_host: str, has_key: bool) -> tuple[str, ...] | None:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from phalanx import __version__
 from phalanx.engine.client import EngineStatus, Recovery
 from phalanx.errors import ModelNotFound, Unavailable
+from phalanx.metrics.counts import counts
 from phalanx.metrics.serving import CONTENT_TYPE
 from phalanx.server.bodies import MAX_DEPTH
 from phalanx.server.connection import HeaderLimits
@@ -106,6 +107,7 @@ async def status(state: ServerState, request: Request) -> Response:
             "since": engine.since,
             "engine": {"pid": info.pid if info else None},
             "engines": engine.engines,
+            "servers": state.siblings.servers(),
             "requests": {"running": engine.running, "waiting": engine.waiting},
             "speculation": engine.speculation if engine.speculation.accepted_at else None,
             "kv": {"blocks": engine.blocks, "free": engine.free_blocks},
@@ -127,7 +129,8 @@ async def status(state: ServerState, request: Request) -> Response:
 
 
 async def metrics(state: ServerState, request: Request) -> Response:
-    return Response(state.metrics.export(), headers={"Content-Type": CONTENT_TYPE})
+    everybody = await state.siblings.counts(counts(state.metrics.registry))
+    return Response(state.metrics.export(everybody), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def version(state: ServerState, request: Request) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig
@@ -15,6 +14,7 @@ from phalanx.metrics.engine_snapshot import EngineSnapshot
 from phalanx.metrics.serving import ServingMetrics
 from phalanx.server.bodies import BodyReader
 from phalanx.server.request_fields import UnknownFields
+from phalanx.server.siblings import Alone, Siblings
 from phalanx.server.streaming import InFlight
 
 if TYPE_CHECKING:
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 
 class ServerState:
-    def __init__(self, engine: AsyncEngine, config: EngineConfig):
+    def __init__(self, engine: AsyncEngine, config: EngineConfig, siblings: Siblings | None = None):
+        """`siblings` are the other server processes of the same engines; None: there are none."""
         self.engine = engine
+        self.siblings: Siblings = siblings or Alone(config.server)
         self.config = config
         self.created = int(time.time())
         self.draining = False
@@ -31,7 +33,6 @@ class ServerState:
         self.bodies = BodyReader(config.limits.max_body_bytes)
         self.unknown_fields = UnknownFields()
         self.metrics = ServingMetrics(self.model_name, self.snapshot)
-        self._recoveries_seen: deque[tuple[float, int, int]] = deque(maxlen=256)
         self.long_texts = asyncio.Semaphore(1)
         """Held while /tokenize and /detokenize work on a thread, so that they cannot take all of them."""
 
@@ -40,18 +41,8 @@ class ServerState:
     def status(self) -> EngineStatus:
         """The engine's, with recoveries counted that are over since the last look."""
         status = self.engine.status()
-        for recovery in status.recoveries:
-            seen = (recovery.since, recovery.rank, recovery.epoch)
-            if seen not in self._recoveries_seen:
-                self._recoveries_seen.append(seen)
-                self.metrics.recovered(
-                    recovery.plan,
-                    detection_s=recovery.detection_s,
-                    reload_s=recovery.reload_s,
-                    first_token_s=recovery.first_token_s,
-                    resumed=recovery.resumed,
-                    recomputed=recovery.recomputed,
-                )
+        if self.siblings.has_engines:
+            self.metrics.recoveries.look(status.recoveries)
         return status
 
     def phase(self, status: EngineStatus | None = None) -> str:

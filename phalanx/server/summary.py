@@ -89,7 +89,8 @@ def _recovery(recovery: RecoveryConfig) -> list[str]:
 
 
 def _safety(server: ServerConfig) -> list[str]:
-    lines = [f"Address: {base_url(server)} (listening on {server.host}, port {server.port})"]
+    by = f", {server.api_server_count} server processes" if server.api_server_count > 1 else ""
+    lines = [f"Address: {base_url(server)} (listening on {server.host}, port {server.port}{by})"]
     if server.api_key:
         lines.append("API key: required")
     elif is_loopback(server.host):

@@ -30,6 +30,7 @@ from tests.helpers.processes import alive, wait_until
 SERVE = (sys.executable, "-P", "-m", "phalanx", "serve")
 START_S = 90.0
 MARK = "NEMESIS_MARK"
+ROLES = ("front", "server", "engine", "supervisor", "rank")
 Start = Callable[..., subprocess.Popen[bytes]]
 Network = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -144,7 +145,7 @@ class Serving:
             return "front"
         if name.startswith("phalanx-rank") or name.startswith("phalanx-zygote"):
             return name.split("-")[1]
-        return next((role for role in ("supervisor", "engine") if f".{role}" in words), name)
+        return next((role for role in ("supervisor", "engine", "server") if f".{role}" in words), name)
 
     @property
     def shm(self) -> Path:
@@ -155,9 +156,7 @@ class Serving:
         status = self.status()
         members = self.members()
         pids = {pid for group in members.values() for pid in group}
-        counts = {
-            role: len(group) for role, group in members.items() if role in ("front", "engine", "supervisor", "rank")
-        }
+        counts = {role: len(group) for role, group in members.items() if role in ROLES}
         return Baseline(
             free_blocks=status["kv"]["free"],
             blocks=status["kv"]["blocks"],
@@ -226,9 +225,12 @@ def _listening(pid: int) -> list[Any]:
 class Client(threading.Thread):
     """Asks once, streaming, and writes down every event with its time."""
 
-    def __init__(self, serving: Serving, name: str, body: Mapping[str, Any], *, timeout: float = 120.0):
+    def __init__(
+        self, serving: Serving, name: str, body: Mapping[str, Any], *, timeout: float = 120.0, key: str | None = None
+    ):
         super().__init__(daemon=True)
         self.saw = Log(name)
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._serving, self._timeout = serving, timeout
         self._body = json.dumps({"stream": True, "stream_options": {"include_usage": True}, **body})
         self.start()
@@ -240,7 +242,7 @@ class Client(threading.Thread):
             with self._serving.network():
                 connection = http.client.HTTPConnection("127.0.0.1", self._serving.port, timeout=self._timeout)
                 connection.connect()
-            connection.request("POST", "/v1/completions", self._body, {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", self._body, self._headers)
             answer = connection.getresponse()
             log.status, log.retry_after = answer.status, answer.headers.get("Retry-After")
             if answer.status != 200:

@@ -48,6 +48,7 @@ async def test_while_ready(server: EchoServer) -> None:
         "since",
         "engine",
         "engines",
+        "servers",
         "requests",
         "speculation",
         "kv",

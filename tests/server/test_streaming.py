@@ -93,7 +93,7 @@ async def test_a_client_that_goes_away_frees_everything(fields: dict[str, Any]) 
             await asyncio.gather(request, return_exceptions=True)
         await until(lambda: server.echo.status().running == 0)
         await until(lambda: len(server.state.in_flight) == 0)
-        metrics = server.state.metrics.export().decode()
+        metrics = (await server.client.get("/metrics")).text
         assert 'phalanx:request_failures_total{model_name="echo",status="499"}' in metrics
 
 

@@ -1,0 +1,103 @@
+"""What the process that has the router and its API servers say to each other, where there are several: frames as
+between a front end and its engine (`core_messages`), over an inherited socket.
+
+    router -> server    Begin, Start, Started, Outputs, Servers, Drain, Tell, Gathered
+    server -> router    Submit, Abort, Ready, LoadFailed, Alive, Counted, Gather
+
+Whatever a server says renews the lease of its requests; it says something every `LOOK_S`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from phalanx.config import EngineConfig
+from phalanx.engine.core_messages import Abort, BrokenFrame, LoadFailed, Outputs, Start, Started, Submit
+from phalanx.metrics.counts import Counts
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The first message. The configuration as it was given, with keys, and with the real port."""
+
+    config: EngineConfig
+
+
+class ServerProcess(msgspec.Struct):
+    """One of several API servers; `/status` shows them."""
+
+    pid: int | None
+    state: str
+    """loading, ready, draining, or lost while it is not started again."""
+    lives: int
+    """Processes that have been in this place."""
+    requests: int
+    """HTTP requests for answers that it works on."""
+
+
+class Servers(msgspec.Struct, frozen=True, tag="servers"):
+    servers: list[ServerProcess]
+
+
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """Take no more requests; those that are left in so many seconds are ended. Then end. Another may shorten it."""
+
+    seconds: float
+
+
+class Tell(msgspec.Struct, frozen=True, tag="tell"):
+    """Answered by a `Counted`."""
+
+
+class Gathered(msgspec.Struct, frozen=True, tag="gathered"):
+    """The answer to the oldest `Gather` that has none: what all others have counted."""
+
+    counts: Counts
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """It has what it needs to answer, as soon as the engines have."""
+
+    has_chat: bool
+    """The model has a chat template."""
+
+
+class Alive(msgspec.Struct, frozen=True, tag="alive"):
+    requests: int
+    """As `ServerProcess.requests`."""
+    counts: Counts | None = None
+    """Now and then, so that little is forgotten with a process."""
+
+
+class Counted(msgspec.Struct, frozen=True, tag="counted"):
+    """The answer to the oldest `Tell` that has none."""
+
+    counts: Counts
+
+
+class Gather(msgspec.Struct, frozen=True, tag="gather"):
+    """Answered by a `Gathered`; `counts` is what the asker has counted."""
+
+    counts: Counts
+
+
+ToServer = Begin | Start | Started | Outputs | Servers | Drain | Tell | Gathered
+FromServer = Submit | Abort | Ready | LoadFailed | Alive | Counted | Gather
+
+_to_server = msgspec.msgpack.Decoder(ToServer)
+_from_server = msgspec.msgpack.Decoder(FromServer)
+
+
+def decode_to_server(body: bytes) -> ToServer:
+    """Raises BrokenFrame."""
+    try:
+        return _to_server.decode(body)
+    except Exception as error:
+        raise BrokenFrame(f"not a message of the router: {error}") from error
+
+
+def decode_from_server(body: bytes) -> FromServer:
+    """Raises BrokenFrame."""
+    try:
+        return _from_server.decode(body)
+    except Exception as error:
+        raise BrokenFrame(f"not a message of an API server: {error}") from error
