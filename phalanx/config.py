@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx import layout_rules
 from phalanx.errors import ConfigError
+from phalanx.layout_texts import parse_label, parse_pipeline_split, parse_resource, parse_tensor_split, parse_widths
 from phalanx.speculative_config import SpeculativeConfig, parse_speculative_config, read_speculative_config
 
 if TYPE_CHECKING:
@@ -144,63 +145,6 @@ class SchedulerConfig:
     def max_num_sampled(self) -> int:
         """Most tokens sampled in one step."""
         return self.max_num_seqs + (self.speculation.num_speculative_tokens if self.speculation else 0)
-
-
-def parse_tensor_split(text: str) -> str:
-    """`auto`, or shares above zero: `3,1`, and `2,1;1` for stages. Returns them without blanks. Raises ConfigError."""
-    plain = re.sub(r"\s+", "", text)
-    number = r"\d{1,9}(\.\d{1,9})?"
-    shares = rf"{number}(,{number})*"
-    if plain != "auto" and not (
-        re.fullmatch(rf"{shares}(;{shares})*", plain, re.ASCII) and all(float(n) > 0 for n in re.split("[,;]", plain))
-    ):
-        raise ConfigError(
-            f"'{text[:80]}' is not a tensor split.",
-            fix="Write a share above zero for each rank, such as 3,1 (with ; between pipeline stages), or auto.",
-        )
-    return plain
-
-
-def parse_pipeline_split(text: str) -> str:
-    """`auto`, or whole numbers of layers: `20,10`. Returns them without blanks. Raises ConfigError."""
-    plain = re.sub(r"\s+", "", text)
-    if plain != "auto" and not _counts(plain):
-        raise ConfigError(
-            f"'{text[:80]}' is not a pipeline split.",
-            fix="Write how many layers each stage gets, at least 1, such as 20,10, or auto.",
-        )
-    return plain
-
-
-def parse_widths(text: str) -> str:
-    """Whole numbers of ranks: `2,1`. Returns them without blanks. Raises ConfigError."""
-    plain = re.sub(r"\s+", "", text)
-    if not _counts(plain):
-        raise ConfigError(
-            f"'{text[:80]}' does not say how many tensor ranks each stage has.",
-            fix="Write a number above zero for each pipeline stage, such as 2,1.",
-        )
-    return plain
-
-
-def _counts(text: str) -> bool:
-    return bool(re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", text, re.ASCII))
-
-
-def parse_resource(text: str) -> str:
-    """`NAME=AMOUNT` with an amount above zero. Raises ConfigError."""
-    name, equals, amount = text.partition("=")
-    if not equals or not name.strip() or not re.fullmatch(r"\d+(\.\d+)?", amount, re.ASCII) or float(amount) <= 0:
-        raise ConfigError(f"'{text[:80]}' is not a resource.", fix="Write NAME=AMOUNT, such as fast=1.")
-    return text
-
-
-def parse_label(text: str) -> str:
-    """`KEY=VALUE`. Raises ConfigError."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip() or not value.strip():
-        raise ConfigError(f"'{text[:80]}' is not a label.", fix="Write KEY=VALUE, such as zone=a.")
-    return text
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ async def test_while_ready(server: EchoServer) -> None:
         "recovery",
         "recoveries",
         "failures",
+        "speculation",
         "workers",
     }
     assert status["state"] == "ready"
