@@ -34,6 +34,8 @@ class MemoryKills:
 
     def __init__(self, root: Path = Path("/")):
         self._root = root
+        self._own = list(group_folders(root, "memory"))
+        """Ours, in which a process begins: where one was that nobody has looked at."""
         self._folders: dict[int, list[Path]] = {}
         """The groups of each process, its own first: a dead one has none any more."""
         self._older = self._newer = self._sample()
@@ -49,10 +51,13 @@ class MemoryKills:
 
     def blame(self, process: int) -> str | None:
         """Why the kernel has just ended `process`, if it was for want of memory."""
-        folders = self._folders.pop(process, [])
+        folders = self._folders.pop(process, self._own)
         count = _count(folders[0]) if folders else None
         if count is not None:
-            if count <= self._older.groups.get(folders[0], 0):
+            before = self._older.groups.get(folders[0])
+            if before is None:  # first looked at lately: what it had lost by then, it had lost earlier
+                before = self._newer.groups.get(folders[0], count)
+            if count <= before:
                 return None
             limits = [n for folder in folders for n in _numbers(folder) if n < _UNLIMITED]
             if limits:
@@ -66,7 +71,8 @@ class MemoryKills:
         return None
 
     def _sample(self) -> _Sample:
-        groups = {folders[0]: _count(folders[0]) or 0 for folders in self._folders.values()}
+        known = [folders[0] for folders in (self._own, *self._folders.values()) if folders]
+        groups = {folder: _count(folder) or 0 for folder in known}
         return _Sample(_machine(self._root), groups)
 
 

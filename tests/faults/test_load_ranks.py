@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from phalanx import env
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import CheckpointError, NotEnoughMemory, PhalanxError
 from phalanx.executor import hub
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.death import MemoryKills, describe
+from phalanx.executor.multiprocess import SupervisorProcess
 from tests.helpers.plans import Run, admission, answer, plan
 from tests.helpers.processes import descendants, wait_until
 from tests.helpers.rank_processes import launcher, left_behind, mp_executor, pids
@@ -62,16 +64,20 @@ class TestKilledWhileStarting:
             executor.start(config)
         assert time.monotonic() - killed[0] < 1
 
-    @pytest.mark.parametrize(
-        ("phase", "doing"),
-        # so small a model may have been read before the signal comes
-        [
-            ("weights", "(load the model|measure its memory)"),
-            ("kv cache", "allocate its cache"),
-            ("warm-up", "allocate its cache"),
-        ],
-    )
-    def test_in_each_phase(self, supervisor, config, phase, doing):
+    @pytest.mark.parametrize(("point", "doing"), [("load", "load the model"), ("allocate", "allocate its cache")])
+    def test_at_a_certain_point(self, config, point, doing):
+        with (
+            env.changed(PHALANX_FAULT=f"at={point},rank=1,do=kill"),
+            contextlib.closing(SupervisorProcess(zygote=True)) as own,
+        ):
+            own.start()
+            words = f"Worker 1 on {NODE} died: it was killed by SIGKILL before it could {doing}"
+            with fails_cleanly(own, 20), pytest.raises(WorkerDied, match=words):
+                mp_executor(own, Mesh(pp=2)).start(config)
+
+    @pytest.mark.parametrize("phase", ["weights", "kv cache", "warm-up"])
+    def test_in_each_phase(self, supervisor, config, phase):
+        """With so small a model, the signal may come when that phase is over, or all are; then the first step tells."""
         executor = mp_executor(supervisor, Mesh(pp=2))
         killed = []
 
@@ -80,13 +86,13 @@ class TestKilledWhileStarting:
                 killed.append(time.monotonic())
                 os.kill(pids(executor)[1], signal.SIGKILL)
 
-        words = f"Worker 1 on {NODE} died: it was killed by SIGKILL before it could {doing}"
+        words = f"Worker 1 on {NODE} died: it was killed by SIGKILL"
+        doing = "(load the model|measure its memory|allocate its cache)"
         try:
-            with fails_cleanly(supervisor, 5), pytest.raises(WorkerDied, match=words):
+            with fails_cleanly(supervisor, 5), pytest.raises(WorkerDied, match=f"{words} before it could {doing}"):
                 executor.start(config, progress)
         except pytest.fail.Exception:
-            assert phase == "warm-up"  # which may be over before the signal comes; then the first step is told
-            with pytest.raises(WorkerDied, match=f"Worker 1 on {NODE} died: it was killed by SIGKILL"):
+            with pytest.raises(WorkerDied, match=words):
                 executor.submit(plan([Run(0, 1)], admit=[admission(0, [1], [0])])).result()
         assert time.monotonic() - killed[0] < 1.5
         executor.close()
@@ -186,18 +192,27 @@ def test_out_of_memory_is_told_apart_with_the_limit(supervisor, tmp_path, group)
     """Rank 1 begins in a control group whose limit falls below what it is about to use."""
     folder = write_model(tmp_path / "model")
     facts = json.loads((folder / "config.json").read_text())
-    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6}
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
     (folder / "config.json").write_text(json.dumps(facts | large))
     executor = mp_executor(supervisor, Mesh(tp=2))
+    stays: list[int] = []
 
     def release(rank: int, pid: int) -> None:
         """Ranks begin in their supervisor's group; all others leave it."""
         leaves = pid if rank == 0 else supervisor._process.pid
         (group.parent / "cgroup.procs").write_text(str(leaves))
+        if rank == 1:
+            stays.append(pid)
 
     def progress(phase: str, share: float) -> None:
-        name = "memory.max" if (group / "memory.max").exists() else "memory.limit_in_bytes"
-        (group / name).write_text(str(64 << 20))
+        """It has found that there is enough. It stands still for a moment, or it would use more than it may then."""
+        if stays:
+            old = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            limit, used = ("memory.max", "memory.current") if (group / "memory.max").exists() else old
+            victim = stays.pop()
+            os.kill(victim, signal.SIGSTOP)
+            (group / limit).write_text(str(max(64 << 20, int((group / used).read_text()) + (4 << 20))))
+            os.kill(victim, signal.SIGCONT)
 
     launcher(executor).on_start = release
     words = rf"Worker 1 on {NODE} died: it was killed by SIGKILL \(out of memory.*\) before it could load the model"
@@ -251,6 +266,34 @@ class TestWords:
         kills.look([7])
         (tmp_path / "proc/vmstat").write_text("oom_kill 6\n")
         assert kills.blame(7) is None
+
+    def test_of_memory_that_its_group_was_short_of_before_it_was_there(self, tmp_path):
+        """The group has lost processes, none of them since it was looked at first."""
+        folder = tmp_path / "sys/fs/cgroup/memory/a"
+        folder.mkdir(parents=True)
+        (folder / "memory.oom_control").write_text("oom_kill 4\n")
+        (tmp_path / "proc/7").mkdir(parents=True)
+        (tmp_path / "proc/7/cgroup").write_text("4:memory:/a\n")
+        kills = MemoryKills(tmp_path)
+        kills.look([7])
+        assert kills.blame(7) is None
+        kills.look([7])
+        (folder / "memory.oom_control").write_text("oom_kill 5\n")
+        assert kills.blame(7) is not None
+
+    def test_of_memory_before_anybody_looked(self, tmp_path):
+        """It began in our group, which counts: the machine's count says nothing about it."""
+        (tmp_path / "sys/fs/cgroup/memory/ours").mkdir(parents=True)
+        counts = tmp_path / "sys/fs/cgroup/memory/ours/memory.oom_control"
+        counts.write_text("oom_kill 4\n")
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text("4:memory:/ours\n")
+        (tmp_path / "proc/vmstat").write_text("oom_kill 5\n")
+        kills = MemoryKills(tmp_path)
+        (tmp_path / "proc/vmstat").write_text("oom_kill 6\n")
+        assert kills.blame(7) is None
+        counts.write_text("oom_kill 5\n")
+        assert kills.blame(7) is not None
 
     def test_of_memory_that_was_short_long_ago(self, tmp_path):
         (tmp_path / "proc").mkdir()
