@@ -5,8 +5,9 @@
 
 `at` is a name of `POINTS`. `rank` and `step` narrow it (any, without them); `life=N` means only in the Nth life of the
 process (1 is the first; any, without it). `file=PATH` means only while that file is there, and takes it away: so a
-fault that waits in a running server is let off from outside, once in all processes. `do` is one of `DEEDS`, `raise`,
-or, at one of `SKIPPABLE`, `skip`: what follows is left out. Unset, a point costs one test for None.
+fault that waits in a running server is let off from outside, once in all processes. `while=PATH` means as often as
+that file is found there: with `sleep`, steps take their time until it is removed. `do` is one of `DEEDS`, `raise`, or,
+at one of `SKIPPABLE`, `skip`: what follows is left out. Unset, a point costs one test for None.
 """
 
 from __future__ import annotations
@@ -75,9 +76,12 @@ class Fault:
     step: int | None = None
     life: int | None = None
     file: str = ""
+    lasting: str = ""
 
     def let_off(self) -> bool:
         """Whether it may happen now."""
+        if self.lasting and not os.path.exists(self.lasting):
+            return False
         if not self.file:
             return True
         try:
@@ -95,10 +99,10 @@ def parse(text: str) -> tuple[Fault, ...]:
 def _parse_one(text: str) -> Fault:
     fields = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
     do, _, amount = fields.pop("do", "").partition("=")
-    at, file = fields.pop("at", ""), fields.pop("file", "")
+    at, file, lasting = (fields.pop(name, "") for name in ("at", "file", "while"))
     try:
         numbers = {name: int(fields.pop(name)) for name in ("rank", "step", "life") if name in fields}
-        fault = Fault(at, do, float(amount or 0), file=file, **numbers)
+        fault = Fault(at, do, float(amount or 0), file=file, lasting=lasting, **numbers)
     except ValueError:
         fields["?"] = text
         fault = Fault(at, do)

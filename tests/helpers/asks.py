@@ -7,11 +7,11 @@ string, logprobs, several choices, a schema, characters of several tokens, and p
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tests.helpers.history import Answer, assemble, tells
+from tests.helpers.processes import wait_until
 from tests.helpers.serving import Client, Serving
 
 LETTERS = "äöüßéñçøþ€漢字語😀🚀"
@@ -93,14 +93,10 @@ def tokens_seen(clients: Iterable[Client]) -> int:
     return sum(len(client.saw.events) for client in clients)
 
 
-def wait_for_events(clients: list[Client], wanted: int, seconds: float = 20.0) -> bool:
+def wait_for_events(clients: list[Client], wanted: int, seconds: float = 60.0) -> bool:
     """Whether the clients have had so many events together, while some go on."""
-    deadline = time.monotonic() + seconds
-    while tokens_seen(clients) < wanted:
-        if time.monotonic() > deadline or not any(client.is_alive() for client in clients):
-            return False
-        time.sleep(0.002)
-    return True
+    wait_until(lambda: tokens_seen(clients) >= wanted or not any(map(Client.is_alive, clients)), seconds)
+    return tokens_seen(clients) >= wanted and any(map(Client.is_alive, clients))
 
 
 def show(answer: Answer) -> str:

@@ -9,8 +9,12 @@ def engine_request(request_id: str = "r#0", prompt=(1, 2, 3), *, choice: int = 0
     return EngineRequest(request_id, list(prompt), sampling, choice=choice, eos_token_ids=tuple(eos))
 
 
-async def collect(stream) -> list[EngineOutput]:
-    return [output async for output in stream]
+async def collect(stream, found: list[EngineOutput] | None = None) -> list[EngineOutput]:
+    """All outputs; `found` has at any moment those that have come."""
+    found = [] if found is None else found
+    async for output in stream:
+        found.append(output)
+    return found
 
 
 async def collect_until(kind: type[Exception], stream) -> list[EngineOutput]:

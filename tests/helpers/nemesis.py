@@ -188,6 +188,10 @@ class Nemesis:
             self._hit(case, rng)
             time.sleep(rng.uniform(0.0, 0.5))
             return oracle.ask_all(serving)
+        with self.world.pace.slow():  # so that it does not come too late
+            return self._strike_amid(case, rng, serving, oracle)
+
+    def _strike_amid(self, case: Case, rng: random.Random, serving: Serving, oracle: Oracle) -> list[Client]:
         if case.phase == "prefill":
             if not self._arm(case, rng):
                 clients = oracle.ask_all(serving)
@@ -352,7 +356,7 @@ class Nemesis:
             return  # there is less of it now
         recoveries = serving.status()["recoveries"]
         regains = bool(recoveries) and recoveries[-1]["plan"] == "split" and recoveries[-1]["kind"] != "regained"
-        wait_until(lambda: not check_rest(before, serving.baseline()), REGAIN_S if regains else 5)
+        wait_until(lambda: not check_rest(before, serving.baseline()), REGAIN_S if regains else 15)
         report.complaints += check_rest(before, serving.baseline())
         failures = serving.status()["failures"]
         if failures != (measured := _measured_failures(serving)):

@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 
 from tests.helpers.hosts import Host
+from tests.helpers.pace import Pace
 from tests.helpers.processes import wait_until
 
 START_S = 90.0
@@ -55,12 +56,13 @@ class Node:
 
 
 class Cluster:
-    """The same command on every host; host 0 serves."""
+    """The same command on every host; host 0 serves. While `pace` is held, each step of its engine takes a while."""
 
     def __init__(self, hosts: list[Host], folder: Path, model: str, *arguments: str, env: dict[str, str] | None = None):
         self.hosts, self.folder = hosts, folder
         self.arguments = [model, *arguments, "--nnodes", str(len(hosts)), "--master-addr", hosts[0].address]
-        self.env = env or {}
+        self.pace = Pace(folder)
+        self.env = {"PHALANX_FAULT": self.pace.fault, **(env or {})}
         self.nodes: dict[int, Node] = {}
 
     def start(self, rank: int, *arguments: str, env: dict[str, str] | None = None, **options: object) -> Node:

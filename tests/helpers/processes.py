@@ -19,22 +19,44 @@ def gone_within(pid: int, seconds: float) -> bool:
     return wait_until(lambda: not alive(pid), seconds)
 
 
+class _Deadline:
+    """Seconds in which the process did run: a pause that it was put through between two looks counts for little."""
+
+    def __init__(self, seconds: float, nap: float):
+        self._left, self._nap, self._last = seconds, nap, time.monotonic()
+
+    def begin_nap(self) -> bool:
+        """Whether there is time for another one. The look before it is counted in full."""
+        self._count(time.monotonic() - self._last)
+        return self._left > 0
+
+    def end_nap(self) -> None:
+        self._count(min(time.monotonic() - self._last, 3 * self._nap))
+
+    def _count(self, seconds: float) -> None:
+        self._left -= seconds
+        self._last = time.monotonic()
+
+
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
+    """Whether `condition` comes to hold in that time. It is looked at once more when the time is over."""
+    deadline = _Deadline(seconds, 0.02)
     while not condition():
-        if time.monotonic() > deadline:
-            return False
+        if not deadline.begin_nap():
+            return condition()
         time.sleep(0.02)
+        deadline.end_nap()
     return True
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Let the event loop run until `condition` holds. Raises TimeoutError."""
-    deadline = time.monotonic() + seconds
+    deadline = _Deadline(seconds, 0.005)
     while not condition():
-        if time.monotonic() > deadline:
+        if not deadline.begin_nap():
             raise TimeoutError("it did not come to that")
         await asyncio.sleep(0.005)
+        deadline.end_nap()
 
 
 def descendants() -> set[int]:

@@ -70,7 +70,7 @@ class RayCluster:
             if (taken := site.total.get("CPU", 0.0) - site.free.get("CPU", 0.0))
         }
 
-    def is_clean(self, seconds: float = 5.0) -> bool:
+    def is_clean(self, seconds: float = 30.0) -> bool:
         """Whether no actor, no group and nothing taken is left, at the latest in `seconds`."""
         return wait_until(lambda: not (self.actors() or self.groups() or self.taken()), seconds)
 

@@ -64,5 +64,5 @@ def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
-def all_gone(processes: list[psutil.Process], seconds: float = 3) -> bool:
+def all_gone(processes: list[psutil.Process], seconds: float = 5) -> bool:
     return not psutil.wait_procs(processes, timeout=seconds)[1]

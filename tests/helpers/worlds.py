@@ -22,6 +22,7 @@ import psutil
 from tests.helpers import hosts
 from tests.helpers.asks import Oracle
 from tests.helpers.cases import LAYOUTS
+from tests.helpers.pace import STEP_S, Pace
 from tests.helpers.processes import alive, wait_until
 from tests.helpers.serving import SERVE, Serving
 
@@ -35,9 +36,9 @@ OPTIONS = (
 
 
 class World:
-    """`options` are more flags of `phalanx serve`."""
+    """`options` are more flags of `phalanx serve`. While its `pace` is held, each step of the engine takes `step_s`."""
 
-    def __init__(self, executor: str, layout: str, model: str, *options: str):
+    def __init__(self, executor: str, layout: str, model: str, *options: str, step_s: float = STEP_S):
         self.executor, self.layout = executor, layout
         self.size, flags = LAYOUTS[layout]
         self.arguments = [model, *flags, *OPTIONS, *options]
@@ -45,6 +46,7 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="phxw-", dir="/tmp"))
         self._things.callback(shutil.rmtree, self.folder, ignore_errors=True)
         (self.folder / "faults").mkdir()
+        self.pace = Pace(self.folder, step_s)
         self.serving: Serving | None = None
         self.oracle: Oracle | None = None
         self.hosts: list[hosts.Host] = []
@@ -100,7 +102,7 @@ class World:
     def start(self, port: int | None = None) -> Serving:
         """Returns before it is ready."""
         log = self.folder / f"{time.monotonic_ns()}.log"
-        env = {**self._env, "PHALANX_FAULT": self._faults()}
+        env = {**self._env, "PHALANX_FAULT": f"{self._faults()};{self.pace.fault}"}
         self.serving = Serving(
             self.arguments, log, env=env, start=self._start, network=self._network, port=port,
             elsewhere=self._below_raylets,
@@ -166,6 +168,7 @@ class World:
                 self.serving.kill()
         self.serving = None
         self.disarm()
+        self.pace.release()
         for host in self.hosts:
             host.heal()
             host.signal_all(signal.SIGCONT)

@@ -53,6 +53,18 @@ def test_a_file_lets_it_off_once(monkeypatch, tmp_path):
     reach("step")
 
 
+def test_as_long_as_a_file_is_there(monkeypatch, tmp_path):
+    lasting = tmp_path / "slow"
+    monkeypatch.setattr(fault_point, "_faults", parse(f"at=step,do=raise,while={lasting}"))
+    reach("step")
+    lasting.touch()
+    for _ in range(2):
+        with pytest.raises(InjectedFault):
+            reach("step")
+    lasting.unlink()
+    reach("step")
+
+
 @pytest.mark.parametrize(
     ("deed", "status"), [("kill", -9), ("abort", -6), ("segfault", -11), ("exit", 0), ("raise", 1), ("sleep=0.01", 3)]
 )
