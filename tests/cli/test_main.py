@@ -1,10 +1,10 @@
 """The `phalanx` command as a whole: quick help, exit codes, one-line errors."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -28,9 +28,10 @@ def test_help_is_quick_and_imports_nothing_heavy():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
     took = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run("--help").returncode == 0
-        took.append(time.perf_counter() - start)
+        end = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime)
     assert min(took) < 0.5
 
 
@@ -153,9 +154,10 @@ def test_a_real_interrupt_at_a_prompt_exits_130():
     child = subprocess.Popen(
         [*PHALANX, "generate", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    time.sleep(0.7)
+    child.stdin.write("x" * 200_000)  # more than a pipe holds: written once the command reads
+    child.stdin.flush()
     child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=2)
+    out, err = child.communicate(timeout=60)
     assert (child.returncode, out, err) == (130, "", "")
 
 

@@ -90,9 +90,8 @@ def test_actors_are_made_beforehand_and_handed_out_by_load(ray) -> None:
         pid = ray.get(a.pid.remote())
 
         # a busy actor answers probes beside its work; an ill one is replaced
-        busy = a.sleep.remote(1.5)
-        began = time.monotonic()
-        assert pool.health_check() == {0: "ready", 1: "ready"} and time.monotonic() - began < 1.5
+        busy = a.sleep.remote(4)
+        assert pool.health_check() == {0: "ready", 1: "ready"} and not ray.wait([busy], timeout=0)[0]
         assert ray.get(busy) == pid
         b.fall_ill.remote()
         assert wait_until(lambda: any("not well" in each["cause"] for each in pool.describe()), 10)
@@ -211,7 +210,7 @@ def test_a_hung_actor_delays_nobody(ray) -> None:
         began = time.monotonic()
         health = pool.health_check()
         assert time.monotonic() - began < 1.5 and health == {index: "silent", 1 - index: "ready"}
-        assert wait_until(lambda: pool.health_check()[index] == "silent", 5)
+        assert wait_until(lambda: pool.health_check()[index] == "silent", 30)
         began = time.monotonic()
         assert [pool.get_actor()[1] for _ in range(3)] == [1 - index] * 3
         assert time.monotonic() - began < 0.5

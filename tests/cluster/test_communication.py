@@ -137,7 +137,12 @@ def test_every_operation_in_every_group(ray: Any, actors: list[Any]) -> None:
     assert told[0]["messages"] == {"transport": "sockets", "at_most_bytes": 65536, "encrypted": False}
     for text, word in zip(said, ("'data'", "`dim` is 1", "[1]", "[2, 1]", "`source` is 2", "'gather'"), strict=True):
         assert word in text
-    assert wait_until(lambda: ray.get([each.open_files.remote() for each in actors]) <= files, 5)
+
+    def given_back() -> bool:
+        now = ray.get([each.open_files.remote() for each in actors])
+        return all(after <= before for before, after in zip(files, now, strict=True))
+
+    assert wait_until(given_back, 30)
 
 
 def test_an_actor_that_dies_is_named_with_its_node(ray: Any, actors: list[Any]) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from phalanx import LLM, RayConfig, RayDistributedEngine, Request, Response, Sam
 from phalanx.cluster import RayWorker, setup_ray_resources
 from phalanx.errors import ConfigError, InvalidRequest, PhalanxError
 from phalanx.executor.ray_view import RayView
+from tests.helpers.pace import Pace, pace_of
 from tests.helpers.processes import descendants, wait_until
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -105,7 +106,13 @@ GREEDY = SamplingConfig(temperature=0.0, max_tokens=20)
 
 
 @pytest.fixture(scope="class")
-def engine(ray, model) -> Iterator[RayDistributedEngine]:
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pace]:
+    with pace_of(tmp_path_factory.mktemp("pace")) as pace:
+        yield pace
+
+
+@pytest.fixture(scope="class")
+def engine(ray, model, pace) -> Iterator[RayDistributedEngine]:
     with RayDistributedEngine(
         model_name=model, data_parallel_size=2, worker_cls=CustomRayWorker, custom_param=7, **SMALL
     ) as engine:
@@ -165,16 +172,15 @@ class TestAnswers:
             engine.generate("x", {"max_tokens": 3})
         assert engine.generate([], GREEDY) == []
 
-    def test_a_leader_that_is_killed_in_mid_answer(self, engine, want) -> None:
+    def test_a_leader_that_is_killed_in_mid_answer(self, engine, want, pace) -> None:
         """Batches and streams go on in the other one, with the same draws, and nothing is told twice."""
         sampling = SamplingConfig(seed=3, max_tokens=200, ignore_eos=True)
         expected = want(["the world"], sampling)
         pids = {each["answer"]["pid"] for each in engine.get_stats()}
-        stream = engine.generate_stream("the world", sampling)
-        told = [next(stream) for _ in range(5)]
-        busy = [s["answer"]["pid"] for s in engine.get_stats() if s["answer"]["running"]]
-        assert len(busy) == 1
-        os.kill(busy[0], signal.SIGKILL)
+        with pace.slow():
+            stream = engine.generate_stream("the world", sampling)
+            told = [next(stream) for _ in range(5)]
+            os.kill(one_busy(engine), signal.SIGKILL)
         told += list(stream)
         got = ("".join(d.text for d in told), [t for d in told for t in d.token_ids], told[-1].finish_reason)
         assert [got] == expected
@@ -186,19 +192,30 @@ class TestAnswers:
 
         # both leaders lose their batch once, one after the other
         result: list[Response] = []
-        prompts = ["the world", "a b c", "Hello"] * 20  # enough to be killed twice
+        prompts, killed = ["the world", "a b c", "Hello"] * 3, set[int]()
         thread = threading.Thread(target=lambda: result.extend(engine.generate(prompts, sampling)))
-        thread.start()
-        for _ in range(2):
-            assert wait_until(lambda: any(s.get("answer", {}).get("running") for s in engine.get_stats(1)), 30)
-            for stats in engine.get_stats(1):
-                if stats.get("answer", {}).get("running"):
-                    os.kill(stats["answer"]["pid"], signal.SIGKILL)
-                    break
-            time.sleep(0.2)
+        with pace.slow():
+            thread.start()
+            for _ in range(2):
+                victim = one_busy(engine, killed)
+                os.kill(victim, signal.SIGKILL)
+                killed.add(victim)
         thread.join(90)
         assert as_answers(result) == want(prompts, sampling)
         assert {r.metadata["custom_param"] for r in result} == {7}
+
+
+def one_busy(engine: RayDistributedEngine, but: Container[int] = ()) -> int:
+    """The process of a leader that computes, once there is one."""
+    found: list[int] = []
+
+    def look() -> bool:
+        answers = [each.get("answer", {}) for each in engine.get_stats(1)]
+        found[:] = [a["pid"] for a in answers if a.get("running") and a["pid"] not in but]
+        return bool(found)
+
+    assert wait_until(look, 60), engine.pool.describe()
+    return found[0]
 
 
 def refused(call, kind: type[Exception], *said: str) -> None:

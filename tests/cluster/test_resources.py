@@ -77,8 +77,8 @@ def test_one_local_cluster_from_start_to_end() -> None:
                 "strategy STRICT_SPREAD",
             )
             resources.give_back()
-            assert wait_until(lambda: groups(resources) == [], 5)
-            assert wait_until(lambda: all(s.free.get("CPU") == 3 for s in RayView(resources.ray).nodes()), 5)
+            assert wait_until(lambda: groups(resources) == [], 30)
+            assert wait_until(lambda: all(s.free.get("CPU") == 3 for s in RayView(resources.ray).nodes()), 30)
 
             # a program that is connected already: its connection is used, and stays
             head = resources.address

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from phalanx.distributed.transports import segment
 from tests.helpers.rank_spawner import TRANSPORTS, Member, Ranks
 
 transports = pytest.mark.parametrize("transport", TRANSPORTS)
@@ -72,7 +73,7 @@ CASES = (
 def test_every_rank_is_told_who_disagrees(transport, case):
     size = 2 if case == "one exchange more" else 3
     with Ranks(disagree, size, (case,), transport) as ranks:
-        outcomes = ranks.outcomes(10)
+        outcomes = ranks.outcomes(60)
     for rank, outcome in enumerate(outcomes):
         if case == "one exchange more" and rank == size - 1:
             assert outcome.error == "AssertionError"  # it was done, and left
@@ -100,7 +101,7 @@ def in_a_circle(member: Member, case: str) -> None:
 @pytest.mark.parametrize("case", ["recv and barrier", "all receive", "all send too much"])
 def test_ranks_that_wait_for_each_other_find_out(case, size):
     with Ranks(in_a_circle, size, (case,), exchange_timeout=None) as ranks:
-        outcomes = ranks.outcomes(10)
+        outcomes = ranks.outcomes(60)
     assert all(outcome.error in BROKEN for outcome in outcomes)
     assert any("different exchanges" in outcome.message for outcome in outcomes)
     assert all(outcome.seconds < 2 for outcome in outcomes)
@@ -119,11 +120,12 @@ def slow_peer(member: Member) -> str:
 @transports
 def test_waiting_for_a_slow_peer_is_no_circle(transport):
     with Ranks(slow_peer, 2, transport=transport) as ranks:
-        assert [o.value for o in ranks.outcomes(10)] == ["fine", "fine"]
+        assert [o.value for o in ranks.outcomes(60)] == ["fine", "fine"]
 
 
 def wait_and_abort(member: Member, how: str) -> float:
     """Rank 0 waits in some way and is aborted from another thread; the seconds from the abort to the error."""
+    segment._RECHECK_MS = 60_000  # nobody finds out by looking now and then
     group = member.tp
     group.barrier()
     if member.rank == 1:
@@ -163,10 +165,10 @@ def wait_and_abort(member: Member, how: str) -> float:
 @pytest.mark.parametrize("how", ["spin", "yield", "sleep", "send", "recv", "large"])
 def test_an_abort_breaks_every_wait_at_once(transport, crowded, how):
     with Ranks(wait_and_abort, 2, (how,), transport, crowded=crowded, exchange_timeout=None) as ranks:
-        took = ranks.hear_outcome(0, 10)
+        took = ranks.hear_outcome(0, 60)
         ranks.tell(1, 0.0)
         assert took.error == "", took.message
-        assert 0 <= took.value < 0.05 + 0.2 * (how in ("large", "send"))  # those may be copying when it comes
+        assert 0 <= took.value < 2, "it was not woken"
 
 
 def follow(member: Member) -> None:
@@ -180,7 +182,7 @@ def follow(member: Member) -> None:
 @transports
 def test_when_one_rank_is_aborted_the_others_do_not_wait_for_it(transport):
     with Ranks(follow, 3, (), transport, exchange_timeout=None) as ranks:
-        outcomes = ranks.outcomes(10)
+        outcomes = ranks.outcomes(60)
     assert "rank 0 gives up" in outcomes[0].message
     assert [o.error for o in outcomes[1:]] == ["PeerLost", "PeerLost"]
 
@@ -202,7 +204,7 @@ def test_a_killed_peer_is_noticed_over_tcp(transport, nbytes):
         time.sleep(0.1)
         ranks.kill(1)
         start = time.monotonic()
-        outcomes = ranks.outcomes(5)
+        outcomes = ranks.outcomes(60)
         assert time.monotonic() - start < 1
     assert outcomes[1].signal == signal.SIGKILL
     assert [outcomes[r].error for r in (0, 2)] == ["PeerLost", "PeerLost"]
@@ -218,7 +220,7 @@ def test_a_killed_or_stopped_peer_ends_in_the_time_out(number, nbytes):
             ranks.hear(rank)
         time.sleep(0.1)
         ranks.kill(1, number)
-        first, last = ranks.hear_outcome(0, 10), ranks.hear_outcome(2, 10)
+        first, last = ranks.hear_outcome(0, 60), ranks.hear_outcome(2, 60)
     assert {first.error, last.error} <= set(BROKEN)
     assert "too long" in first.message + last.message and "ank 1" in first.message + last.message
 
@@ -226,10 +228,10 @@ def test_a_killed_or_stopped_peer_ends_in_the_time_out(number, nbytes):
 @transports
 def test_a_peer_that_never_comes_ends_in_the_time_out(transport):
     with Ranks(late, 2, (), transport, exchange_timeout=0.5) as ranks:
-        outcome = ranks.hear_outcome(0, 10)
+        outcome = ranks.hear_outcome(0, 60)
         ranks.tell(1, None)
     assert outcome.error == "GroupBroken" and "rank 1" in outcome.message
-    assert 0.45 < outcome.seconds < 1.5
+    assert 0.45 < outcome.seconds < 5
 
 
 def late(member: Member) -> None:
@@ -251,4 +253,4 @@ def after_the_end(member: Member) -> str:
 @transports
 def test_what_was_sent_before_leaving_still_arrives(transport):
     with Ranks(after_the_end, 2, (), transport) as ranks:
-        assert [o.value for o in ranks.outcomes(10)] == ["sent", "[1.0, 1.0]"]
+        assert [o.value for o in ranks.outcomes(60)] == ["sent", "[1.0, 1.0]"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -141,21 +140,22 @@ def test_what_comes_back_is_taken_in_when_nobody_waits(engine_of, expected, quic
     assert serve(engine, WANTED, each).tokens == expected
     assert len(pids(executor)) == 1
     # It is tried in vain, and what was there before goes on.
-    assert wait_until(lambda: executor.wants_restart is not None, 5)
+    assert wait_until(lambda: executor.wants_restart is not None, 30)
     assert "1 more place on " in (executor.wants_restart or "")
     epoch = engine.status().epoch
     executor.restart(epoch + 10)
     assert len(pids(executor)) == 1 and executor.wants_restart is None
     launcher.broken.clear()
-    assert wait_until(lambda: executor.wants_restart is not None, 5)
+    assert wait_until(lambda: executor.wants_restart is not None, 30)
     executor.restart(epoch + 12)
     assert len(pids(executor)) == 2 and executor.wants_restart is None
 
 
-def test_a_model_that_does_not_fit_what_is_left_waits(engine_of, expected, quick):
+def test_a_model_that_does_not_fit_what_is_left_waits(engine_of, expected, monkeypatch):
     def choose(seats: list[Seat]) -> Choice:
         raise NoFit("3.0 GiB of memory more on each of 1 devices")
 
+    monkeypatch.setattr(seating, "REST_S", 600.0)
     _, executor, launcher = engine_of(Mesh(tp=2), choose)
     survivor = pids(executor)[0]
     launcher.break_seat(executor, 1)
@@ -167,7 +167,7 @@ def test_a_model_that_does_not_fit_what_is_left_waits(engine_of, expected, quick
     launcher.broken.clear()
     with pytest.raises(NoCapacity):
         executor.restart(3)  # it is left alone for a while
-    time.sleep(0.6)
+    executor._seating._resting.clear()  # the while is over
     executor.restart(4)
     assert pids(executor)[0] == survivor, "it has kept its weights"
     assert len(pids(executor)) == 2

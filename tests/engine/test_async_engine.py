@@ -293,7 +293,7 @@ async def test_close_ends_streams():
     reading = asyncio.create_task(text_of(stream))
     await asyncio.sleep(0.01)
     await engine.close()
-    await asyncio.wait_for(reading, 1)
+    await asyncio.wait_for(reading, 60)
     assert engine.status().state == "failed"
 
 

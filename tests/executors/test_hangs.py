@@ -217,18 +217,18 @@ class TestSlowIsNotDead:
         executor.close()
 
     def test_idle_for_many_bounds(self, faulty, model):
-        executor = started(faulty, engine_config(model, hang_timeout=0.3))
+        executor = started(faulty, engine_config(model, hang_timeout=1.0))
         want = generate(executor)
-        time.sleep(2)
+        time.sleep(4)
         assert not executor._vigilant  # nobody looks, and nobody is asked
         assert generate(executor) == want
         executor.close()
 
     def test_a_result_that_nobody_fetches(self, faulty, model):
-        executor = started(faulty, engine_config(model, hang_timeout=0.3))
+        executor = started(faulty, engine_config(model, hang_timeout=1.0))
         generate(executor, 3)
         pending = executor.submit(plan([Run(0, 1)], admit=[admission(0, [1], [0])], step=1))
-        time.sleep(1.5)
+        time.sleep(3)
         assert pending.result().step_id == 1
         executor.close()
 

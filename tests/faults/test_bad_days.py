@@ -19,6 +19,7 @@ import pytest
 
 from tests.helpers.asks import LETTERS, Oracle, wait_for_events
 from tests.helpers.history import assemble, check_stream
+from tests.helpers.pace import STEP_S
 from tests.helpers.processes import wait_until
 from tests.helpers.serving import Client, Serving
 from tests.helpers.worlds import World
@@ -45,9 +46,9 @@ time.time = _shown
 class Day(World):
     """`faults` as PHALANX_FAULT has them, let off by a file `now` of its folder; `env` for the server."""
 
-    def __init__(self, model: str, layout: str = "tp2", faults: str = "", **env: str):
+    def __init__(self, model: str, layout: str = "tp2", faults: str = "", step_s: float = STEP_S, **env: str):
         self._own = faults
-        super().__init__("mp", layout, model)
+        super().__init__("mp", layout, model, step_s=step_s)
         self._env |= env
 
     def _faults(self) -> str:
@@ -58,22 +59,29 @@ class Day(World):
 
 
 @contextlib.contextmanager
-def day(model: str, layout: str = "tp2", faults: str = "", **env: str) -> Iterator[tuple[Day, Serving]]:
-    made = Day(model, layout, faults, **env)
+def day(
+    model: str, layout: str = "tp2", faults: str = "", step_s: float = STEP_S, **env: str
+) -> Iterator[tuple[Day, Serving]]:
+    made = Day(model, layout, faults, step_s, **env)
     try:
         yield made, made.open(ask=False)
     finally:
         made.close()
 
 
-def under_way(serving: Serving, *names: str) -> tuple[Oracle, list[Client]]:
+def under_way(place: Day, *names: str) -> tuple[Oracle, list[Client]]:
+    """Streams that are far from their end, as long as `place.pace` is held."""
+    serving = place.open(ask=False)
     oracle = Oracle(serving, names)
+    place.pace.hold()
     clients = [oracle.ask(serving, name) for name in names]
     assert wait_for_events(clients, 20 * len(clients)), serving.output
     return oracle, clients
 
 
-def check(serving: Serving, oracle: Oracle, clients: list[Client]) -> None:
+def check(place: Day, oracle: Oracle, clients: list[Client]) -> None:
+    serving = place.open(ask=False)
+    place.pace.release()
     for client in clients:
         client.join(60)
         assert not client.is_alive(), serving.output
@@ -92,16 +100,16 @@ def test_a_clock_that_is_set(tiny_model: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(CLOCK.format(file=str(offset)))
     path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")
     with day(tiny_model, faults="at=load,rank=1,do=sleep=3", PYTHONPATH=path) as (place, serving):
-        oracle, clients = under_way(serving, "greedy", "seeded")
+        oracle, clients = under_way(place, "greedy", "seeded")
         place.let_off()
         os.kill(place.pid("rank1"), signal.SIGKILL)
-        assert wait_until(lambda: recovering(serving), 5)
+        assert wait_until(lambda: recovering(serving), 30)
         offset.write_text("3600")
         time.sleep(0.5)
         os.kill(place.pid("engine"), signal.SIGKILL)
         time.sleep(0.5)
         offset.write_text("-3600")
-        check(serving, oracle, clients)
+        check(place, oracle, clients)
         recovery = serving.status()["recoveries"][-1]
         assert recovery["since"] > time.time() + 3000, "its clock was not set"
         assert 0 < recovery["first_token_s"] == recovery["lasted"] < 60
@@ -124,15 +132,15 @@ def test_a_full_disk_and_full_shared_memory(tiny_model: str, tmp_path: Path) -> 
         (tmp_path / "faults").mkdir()
         with contextlib.closing(made) as place:
             serving = place.open(ask=False)
-            oracle, clients = under_way(serving, "greedy", "seeded")
+            oracle, clients = under_way(place, "greedy", "seeded")
             fill(tmp_path)
             fill(serving.shm)
             os.kill(place.pid("rank1"), signal.SIGKILL)
             assert wait_until(lambda: len(serving.status()["recoveries"]) == 1, 30)
             os.kill(place.pid("engine"), signal.SIGKILL)
-            check(serving, oracle, clients)
+            check(place, oracle, clients)
             assert os.statvfs(tmp_path).f_bavail == 0, "there was room on the disk"
-            check(serving, oracle, [oracle.ask(serving, name) for name in oracle.bodies])
+            check(place, oracle, [oracle.ask(serving, name) for name in oracle.bodies])
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
@@ -142,13 +150,13 @@ def test_a_loss_while_a_grammar_is_compiled(tiny_model: str, victim: str) -> Non
     body = {"prompt": "ä", "max_tokens": 40, "temperature": 0}
     body["structured_outputs"] = {"regex": f"([{LETTERS}]{{2,9}}a){{6,9}}"}
     with day(tiny_model, faults="at=compile,do=sleep=10") as (place, serving):
-        oracle, clients = under_way(serving, "greedy")
+        oracle, clients = under_way(place, "greedy")
         pid = place.pid(victim)
         place.let_off()
         constrained = Client(serving, "constrained", body)
-        assert wait_until(lambda: serving.status()["requests"]["waiting"] == 1, 10)
+        assert wait_until(lambda: serving.status()["requests"]["waiting"] == 1, 8)
         os.kill(pid, signal.SIGKILL)
-        check(serving, oracle, clients)
+        check(place, oracle, clients)
         constrained.join(60)
         undisturbed = Client(serving, "undisturbed", body)
         undisturbed.join(60)
@@ -159,7 +167,7 @@ def test_a_loss_while_a_grammar_is_compiled(tiny_model: str, victim: str) -> Non
 @pytest.mark.slow
 def test_a_long_queue_over_a_recovery(tiny_model: str) -> None:
     """As many as may wait; all are answered, and right."""
-    with day(tiny_model) as (place, serving):
+    with day(tiny_model, step_s=0.2) as (place, serving):
         bodies = [{"prompt": f"hello {n}", "max_tokens": 20, "temperature": 0, "ignore_eos": True} for n in range(1024)]
         pid = place.pid("rank1")
 
@@ -175,8 +183,10 @@ def test_a_long_queue_over_a_recovery(tiny_model: str) -> None:
             if wait_until(lambda: serving.status()["requests"]["waiting"] > 300, 100):
                 os.kill(pid, signal.SIGKILL)
                 struck.append(serving.status()["requests"]["waiting"])
+            place.pace.release()
 
         undisturbed = asyncio.run(answers())
+        place.pace.hold()
         nemesis = threading.Thread(target=strike)
         nemesis.start()
         disturbed = asyncio.run(answers())
@@ -207,8 +217,8 @@ def test_ranks_that_go_different_ways(tiny_model: str, layout: str, fault: str, 
     """One leaves out a step, or an exchange, so that others wait for what never comes. It is named, and no result of
     it is used."""
     with day(tiny_model, layout, fault) as (place, serving):
-        oracle, clients = under_way(serving, "greedy", "seeded")
+        oracle, clients = under_way(place, "greedy", "seeded")
         place.let_off()
-        check(serving, oracle, clients)
+        check(place, oracle, clients)
         (recovery,) = serving.status()["recoveries"]
         assert recovery["kind"] == kind and re.search(words, recovery["cause"]), recovery

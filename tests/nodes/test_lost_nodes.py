@@ -22,11 +22,12 @@ OPTIONS = ("--dtype", "float32", "--replacement-timeout", "1")
 
 
 class Asking(threading.Thread):
-    """A long streamed answer, on its own thread."""
+    """A long streamed answer, on its own thread. From `under_way` to `answer` it goes on slowly."""
 
     def __init__(self, cluster: Cluster):
         super().__init__(daemon=True)
         self.cluster, self.text, self.error = cluster, "", None
+        cluster.pace.hold()
         self.start()
 
     def run(self) -> None:
@@ -46,10 +47,11 @@ class Asking(threading.Thread):
             self.error = error
 
     def under_way(self) -> None:
-        assert wait_until(lambda: len(self.text) > 40 or self.error is not None, 30), self.cluster.outputs()
+        assert wait_until(lambda: len(self.text) > 20 or self.error is not None, 60), self.cluster.outputs()
         assert self.is_alive() and self.error is None, (self.error, self.cluster.outputs())
 
     def answer(self, seconds: float = 60) -> str:
+        self.cluster.pace.release()
         self.join(seconds)
         assert not self.is_alive() and self.error is None, (self.error, self.cluster.outputs())
         return self.text
@@ -80,11 +82,11 @@ def test_a_killed_node_and_its_return(two_hosts: list[Host], tiny: Path, tmp_pat
         assert ranks(cluster) == ["host0"]
         assert status(cluster)["places"] == {"configured": 2, "used": 1, "returned": None}
         cluster.start(1)
-        cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 30)
-        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 20), cluster.outputs()
+        cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 60)
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 60), cluster.outputs()
         assert cluster.complete(PROMPT, TOKENS) == expected
         whole = {"configured": 2, "used": 2, "returned": None}
-        assert wait_until(lambda: status(cluster)["places"] == whole, 5), status(cluster)["places"]
+        assert wait_until(lambda: status(cluster)["places"] == whole, 30), status(cluster)["places"]
 
 
 @pytest.mark.slow
@@ -100,9 +102,9 @@ def test_another_machine_stands_in(three_hosts: list[Host], tiny: Path, tmp_path
         asking.under_way()
         cluster.hosts[1] = spare
         cluster.start(1)
-        cluster.nodes[0].says(r"Node 1 \(host2, 10\.77\.0\.12\) is back", 30)
+        cluster.nodes[0].says(r"Node 1 \(host2, 10\.77\.0\.12\) is back", 60)
         assert asking.answer() == expected
-        assert wait_until(lambda: ranks(cluster) == ["host0", "host2"], 30), cluster.outputs()
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host2"], 60), cluster.outputs()
         assert cluster.complete(PROMPT, TOKENS) == expected
 
 
@@ -118,8 +120,8 @@ def test_an_engine_lost_after_a_node(two_hosts: list[Host], tiny: Path, tmp_path
         assert asking.answer() == expected
         assert ranks(cluster) == ["host0"]
         cluster.start(1)
-        cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 30)
-        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 20), cluster.outputs()
+        cluster.nodes[0].says(r"Node 1 \(host1, 10\.77\.0\.11\) is back", 60)
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 60), cluster.outputs()
         assert cluster.complete(PROMPT, TOKENS) == expected
 
 
@@ -137,8 +139,8 @@ def test_down_to_the_last_and_up_again(three_hosts: list[Host], tiny: Path, tmp_
         three_hosts[2].heal()
         for host, there in ((1, ["host0", "host1"]), (2, ["host0", "host1", "host2"])):
             cluster.start(host)
-            cluster.nodes[0].says(rf"Node {host} \(host{host}, \S+\) is back", 30)
-            assert wait_until(lambda there=there: ranks(cluster) == there, 20), cluster.outputs()
+            cluster.nodes[0].says(rf"Node {host} \(host{host}, \S+\) is back", 60)
+            assert wait_until(lambda there=there: ranks(cluster) == there, 60), cluster.outputs()
             assert cluster.complete(PROMPT, TOKENS) == expected
 
 
@@ -170,7 +172,7 @@ def test_a_frozen_node_wakes_up_too_late(two_hosts: list[Host], tiny: Path, tmp_
         assert cluster.nodes[1].ends(15) == 1
         assert not two_hosts[1].pids()
         cluster.start(1)
-        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 40), cluster.outputs()
+        assert wait_until(lambda: ranks(cluster) == ["host0", "host1"], 60), cluster.outputs()
         assert cluster.complete(PROMPT, TOKENS) == expected
 
 

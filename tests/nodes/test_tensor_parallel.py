@@ -21,9 +21,10 @@ from tests.helpers.hosts import Host
 from tests.helpers.node_cluster import Cluster
 from tests.helpers.one_rank import continuations
 from tests.helpers.processes import wait_until
+from tests.nodes.test_lost_nodes import PROMPT, TOKENS, Asking
 
 PROMPTS = ("hello there", "the quick brown fox", "1 2 3 4 5 6 7 8 9")
-TOKENS = 48
+SHORT = 48
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +47,8 @@ def cluster(lasting_hosts: list[Host], tiny: Path, tmp_path_factory: pytest.Temp
 
 
 def test_equal_to_one_rank(cluster: Cluster, tiny: Path) -> None:
-    expected = continuations(str(tiny), PROMPTS, TOKENS)
-    assert [cluster.complete(prompt, TOKENS) for prompt in PROMPTS] == expected
+    expected = continuations(str(tiny), PROMPTS, SHORT)
+    assert [cluster.complete(prompt, SHORT) for prompt in PROMPTS] == expected
 
 
 def test_what_it_says(cluster: Cluster) -> None:
@@ -82,14 +83,11 @@ def test_a_rank_of_another_node_is_replaced(cluster: Cluster, tiny: Path) -> Non
     with cluster.hosts[0].network():
         workers = httpx.get("http://127.0.0.1:8000/status").json()["workers"]
     pid = next(worker["pid"] for worker in workers if worker["rank"] == 1)
-    answers: list[str] = []
-    asking = threading.Thread(target=lambda: answers.append(cluster.complete(PROMPTS[0], 200)))
-    asking.start()
-    time.sleep(0.3)
+    asking = Asking(cluster)
+    asking.under_way()
     os.kill(pid, signal.SIGKILL)
-    asking.join(30)
-    assert answers == continuations(str(tiny), PROMPTS[:1], 200)
-    cluster.nodes[1].says(r"rank 1 has ended: it was killed by SIGKILL", 5)
+    assert [asking.answer()] == continuations(str(tiny), [PROMPT], TOKENS)
+    cluster.nodes[1].says(r"rank 1 has ended: it was killed by SIGKILL", 30)
 
 
 def test_cut(cluster: Cluster, tiny: Path) -> None:

@@ -18,6 +18,7 @@ from tests.helpers.asks import wait_for_events
 from tests.helpers.history import assemble, check_stream
 from tests.helpers.hosts import can_limit, missing
 from tests.helpers.one_request import PROMPT
+from tests.helpers.pace import Pace
 from tests.helpers.plans import GREEDY
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
@@ -78,11 +79,17 @@ def test_a_node_that_falls_silent(bed: RayHosts, model: Path, want: list[int]) -
 
 
 @pytest.fixture(scope="module")
-def served(bed: RayHosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Pace:
+    return Pace(tmp_path_factory.mktemp("pace"))
+
+
+@pytest.fixture(scope="module")
+def served(bed: RayHosts, pace: Pace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("served")
     arguments = [str(write_tiny_model(folder / "tiny")), "-tp", "3", "--placement-strategy", "SPREAD"]
     arguments += ["--distributed-executor-backend", "ray", "--dtype", "float32", "--replacement-timeout", "2"]
-    head, variables = bed.hosts[0], {**bed.env, "PHALANX_HOST_IP": bed.hosts[0].address}
+    own = {"PHALANX_HOST_IP": bed.hosts[0].address, "PHALANX_FAULT": pace.fault}
+    head, variables = bed.hosts[0], {**bed.env, **own}
     serving = Serving(arguments, folder / "log", env=variables, start=head.start, network=head.network)
     try:
         serving.ready()
@@ -96,17 +103,18 @@ def nodes(serving: Serving) -> list[str]:
 
 
 @pytest.mark.parametrize("lost", [2, 1])
-def test_an_engine_and_a_node_lost_together(bed: RayHosts, served: Serving, lost: int) -> None:
+def test_an_engine_and_a_node_lost_together(bed: RayHosts, served: Serving, pace: Pace, lost: int) -> None:
     """The next engine goes on with the places that are left, and takes the node in again when it is back."""
     ask = {"prompt": "hello there", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     left = ["host1", "host1"] if lost == 2 else ["host2"]
     assert sorted(nodes(served)) == ["host1", "host1", "host2"]
     undisturbed = Client(served, "undisturbed", ask)
     undisturbed.join(60)
-    client = Client(served, "disturbed", ask)
-    assert wait_for_events([client], 20)
-    os.kill(served.engine(), signal.SIGKILL)
-    bed.end(lost)
+    with pace.slow():
+        client = Client(served, "disturbed", ask)
+        assert wait_for_events([client], 20)
+        os.kill(served.engine(), signal.SIGKILL)
+        bed.end(lost)
     client.join(90)
     assert not client.is_alive(), served.output
     assert check_stream(client.saw, assemble(undisturbed.saw)) == [], served.output

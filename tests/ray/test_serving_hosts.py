@@ -17,6 +17,7 @@ import pytest
 from tests.helpers.asks import Oracle, wait_for_events
 from tests.helpers.history import check_stream, longest_gap
 from tests.helpers.hosts import missing
+from tests.helpers.pace import Pace
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
 from tests.helpers.serving import Client, Serving
@@ -45,7 +46,8 @@ class Served:
         self.bed = bed
         host, arguments = bed.hosts[on], [model, "-tp", "2", *OPTIONS, "--placement-strategy", "SPREAD"]
         arguments += ["--distributed-executor-backend", "ray"]
-        env = {**bed.env, "PHALANX_HOST_IP": host.address}
+        self.pace = Pace(Path(bed.folder))
+        env = {**bed.env, "PHALANX_HOST_IP": host.address, "PHALANX_FAULT": self.pace.fault}
         self.serving = Serving(
             arguments,
             Path(bed.folder) / f"serve{time.monotonic_ns()}.log",
@@ -61,9 +63,10 @@ class Served:
 
     def streams_through(self, strike: Callable[[], object]) -> float:
         """20 streams, and in their middle this. None is lost; the longest silence of any, in seconds."""
-        clients = [self.oracle.ask(self.serving, NAMES[i % len(NAMES)]) for i in range(STREAMS)]
-        assert wait_for_events(clients, 4 * STREAMS, 60), self.serving.output
-        strike()
+        with self.pace.slow():
+            clients = [self.oracle.ask(self.serving, NAMES[i % len(NAMES)]) for i in range(STREAMS)]
+            assert wait_for_events(clients, 4 * STREAMS, 60), self.serving.output
+            strike()
         return self.finished(clients)
 
     def finished(self, clients: list[Client]) -> float:

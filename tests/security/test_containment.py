@@ -151,7 +151,9 @@ class Target:
 
 @contextlib.contextmanager
 def target(*arguments: str, healthy_tokens: int) -> Iterator[Target]:
-    serve = Serve(*arguments, "--port", "0", "--dtype", "float32")
+    """Each step takes 5 ms at least, so that an answer is not over before its client has hung up."""
+    slow = {"PHALANX_FAULT": "at=before_commit,do=sleep=0.005"}
+    serve = Serve(*arguments, "--port", "0", "--dtype", "float32", environment=slow)
     try:
         yield Target(serve, healthy_tokens)
     finally:

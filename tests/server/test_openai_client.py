@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import openai
 import pytest
 
+from tests.helpers.processes import until
 from tests.helpers.server import EchoServer, demo_tokenizer, echo_server, on_socket
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -118,7 +118,4 @@ async def test_closing_the_stream_stops_the_work() -> None:
         async for _ in stream:
             break
         await stream.close()
-        deadline = time.monotonic() + 2
-        while server.echo.status().running and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert server.echo.status().running == 0
+        await until(lambda: server.echo.status().running == 0)

@@ -104,7 +104,8 @@ async def test_a_stream_stays_open_and_its_text_is_the_same(quick: None) -> None
         disturbed = asyncio.create_task(server.stream(**fields))
         await until(lambda: server.echo.status().computed_tokens >= 80 + 30)
         server.echo.die()
-        await asyncio.sleep(0.35)
+        for _ in range(12):  # a busy machine may lengthen each, and lose a comment for it
+            await asyncio.sleep(0.05)
         release.set()
         stream = await disturbed
     assert texts(stream) == texts(undisturbed)
@@ -131,7 +132,7 @@ async def test_health_says_what_is_lost_and_since_when(quick: None) -> None:
     async with serving(echo(), lambda: SlowStart(release)) as server:
         before = time.time()
         server.echo.die("a test ended it")
-        await asyncio.sleep(0.05)
+        await until(lambda: server.router.status().state == "recovering")
         for path in ("/health", "/health/ready", "/ping"):
             answer = await server.client.get(path)
             told = answer.json()
@@ -189,26 +190,23 @@ async def test_poison_is_refused_alone(quick: None) -> None:
 
 
 async def test_while_memory_is_missing_health_says_what_and_new_requests_are_told_to_wait(quick: None) -> None:
-    starts = 0
+    missing: PhalanxError | None = NotEnoughMemory("It needs 3 GB, 1 GB is free.")
 
     def make() -> EchoEngine:
-        nonlocal starts
-        starts += 1
-        missing = NotEnoughMemory("It needs 3 GB, 1 GB is free.") if starts < 10 else None
         return echo(refuse_to_start=missing)
 
     async with serving(echo(delay=0.002), make) as server:
         accepted = asyncio.create_task(server.stream())
         await until(lambda: server.echo.status().computed_tokens >= 5)
         server.echo.die()
-        await until(lambda: server.router.status().recovery is not None)
-        await until(lambda: server.router.status().recovery.plan == "wait")
+        await until(lambda: getattr(server.router.status().recovery, "plan", "") == "wait")
         told = (await server.client.get("/health")).json()
         assert (told["recovery"]["plan"], "3 GB" in told["recovery"]["missing"]) == ("wait", True)
         assert "3 GB" in told["error"]["message"]
         refused = await server.client.post("/v1/completions", json={"prompt": "x"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         assert (await server.client.get("/health/live")).status_code == 200
+        missing = None
         assert texts(await accepted)[0]
 
 

@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from tests.helpers.certificates import Authority
+from tests.helpers.pace import Pace
+from tests.helpers.processes import wait_until
 from tests.helpers.serve_process import SMALL, Serve, all_gone, descendants
 from tests.helpers.server import demo_checkpoint
 
@@ -28,8 +30,13 @@ def fetched() -> None:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[Serve]:
-    serve = Serve("--port", "0", *SMALL)
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Pace:
+    return Pace(tmp_path_factory.mktemp("pace"))
+
+
+@pytest.fixture(scope="module")
+def running(pace: Pace) -> Iterator[Serve]:
+    serve = Serve("--port", "0", *SMALL, environment={"PHALANX_FAULT": pace.fault})
     try:
         serve.until(r"Ready: http")
         yield serve
@@ -117,12 +124,12 @@ def test_a_dropped_stream_frees_its_blocks(base: str) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as answer:
         next(answer.iter_text())
-    deadline = time.monotonic() + 10
-    while (status := httpx.get(f"{base}/status").json())["requests"]["running"] or status["kv"]["free"] != status["kv"][
-        "blocks"
-    ]:
-        assert time.monotonic() < deadline, status
-        time.sleep(0.05)
+
+    def at_rest() -> bool:
+        status = httpx.get(f"{base}/status").json()
+        return not status["requests"]["running"] and status["kv"]["free"] == status["kv"]["blocks"]
+
+    assert wait_until(at_rest, 10), httpx.get(f"{base}/status").text
 
 
 @pytest.mark.parametrize(
@@ -154,23 +161,24 @@ def test_a_port_in_use(base: str) -> None:
     assert line.startswith(f"error: Port {port} on 127.0.0.1 is in use by another program. Choose another with --port")
 
 
-def test_sigterm_drains_and_exits_with_0(running: Serve, base: str) -> None:
+def test_sigterm_drains_and_exits_with_0(running: Serve, base: str, pace: Pace) -> None:
     """The last one: it ends the shared server."""
-    body = {"prompt": "Once upon a time", "max_tokens": 12, "ignore_eos": True, "stream": True}
+    body = {"prompt": "Once upon a time", "max_tokens": 100, "ignore_eos": True, "stream": True}
     children = descendants(running.process)
-    with httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as answer:
+    with pace.slow(), httpx.stream("POST", f"{base}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         running.process.send_signal(signal.SIGTERM)
-        running.until(r"Shutting down: 1 request\(s\) running", 10)
+        running.until(r"Shutting down: 1 request\(s\) running", 30)
         assert httpx.get(f"{base}/health").status_code == 503
         assert httpx.get(f"{base}/health/live").status_code == 200
         refused = httpx.post(f"{base}/v1/completions", json=body)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        pace.release()
         rest = list(lines)
     assert rest[-2:] == ["data: [DONE]", ""] or rest[-1] == "data: [DONE]"
     assert '"error"' not in "".join(rest)
-    assert running.ends(10) == 0
+    assert running.ends(60) == 0
     assert running.lines[-1] == "Stopped."
     assert all_gone(children)
 
@@ -230,7 +238,7 @@ def test_a_second_signal_ends_the_process_and_each_stream_with_an_error(number: 
             lines = answer.iter_lines()
             next(lines)
             serve.process.send_signal(signal.SIGTERM)
-            serve.until("Shutting down: 1", 10)
+            serve.until("Shutting down: 1", 30)
             serve.process.send_signal(number)
             rest = [line for line in lines if line]
             assert serve.ends(2) == 128 + number
@@ -277,6 +285,9 @@ def test_tls_from_the_first_moment_on(tmp_path: Path) -> None:
         deadline = time.monotonic() + 60
         with httpx.Client(verify=trusted, base_url=f"https://localhost:{port}") as client:
             while True:
+                loading = descendants(serve.process)
+                for process in loading:  # it shall not be ready before it has been asked
+                    process.suspend()
                 try:
                     answer = client.get("/health")
                     break
@@ -286,10 +297,12 @@ def test_tls_from_the_first_moment_on(tmp_path: Path) -> None:
             assert answer.status_code == 503  # HTTP is up while the model loads
             assert "loading" in answer.text
             assert client.get("/health/live").status_code == 200
+        for process in loading:
+            process.resume()
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"200" not in plain.recv(100)
         serve.process.send_signal(signal.SIGTERM)
-        assert serve.ends(10) == 0
+        assert serve.ends(30) == 0
     finally:
         serve.kill()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.helpers.processes import alive, gone_within
+from tests.helpers.pace import Pace
+from tests.helpers.processes import alive, gone_within, wait_until
 from tests.helpers.serve_process import Serve
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -29,9 +29,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module")
+def pace(tmp_path_factory: pytest.TempPathFactory) -> Pace:
+    """Of all servers here: an answer takes its time until something is done to it."""
+    return Pace(tmp_path_factory.mktemp("pace"))
+
+
 @contextmanager
-def serving(model: Path, *options: str) -> Iterator[tuple[Serve, str]]:
-    serve = Serve(str(model), "--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "8M", *options)
+def serving(model: Path, pace: Pace, *options: str) -> Iterator[tuple[Serve, str]]:
+    flags = ("--port", "0", "--dtype", "float32", "--kv-cache-memory-bytes", "8M", *options)
+    serve = Serve(str(model), *flags, environment={"PHALANX_FAULT": pace.fault})
     try:
         yield serve, serve.base()
     finally:
@@ -43,11 +50,14 @@ def engine_of(base: str) -> psutil.Process:
 
 
 def turns(base: str, path: str, status: int, seconds: float) -> httpx.Response:
-    deadline = time.monotonic() + seconds
-    while (answer := httpx.get(base + path)).status_code != status:
-        assert time.monotonic() < deadline, answer.text
-        time.sleep(0.05)
-    return answer
+    answers: list[httpx.Response] = []
+
+    def turned() -> bool:
+        answers.append(httpx.get(base + path))
+        return answers[-1].status_code == status
+
+    assert wait_until(turned, seconds), answers[-1].text
+    return answers[-1]
 
 
 def text_of(lines: list[str]) -> str:
@@ -56,8 +66,18 @@ def text_of(lines: list[str]) -> str:
     return "".join(json.loads(each)["choices"][0]["text"] for each in data[:-1])
 
 
-def streamed(base: str, then: Any = None, before: int = 20) -> list[str]:
-    """The lines of a streamed answer; `then` is called after the first `before` of them."""
+def streamed(base: str) -> list[str]:
+    """The lines of an answer."""
+    return _streamed(base, 0, lambda: None)
+
+
+def struck(base: str, pace: Pace, strike: Callable[[], object]) -> list[str]:
+    """The same; after 20 of them something is done, long before the engine has computed the last."""
+    with pace.slow():
+        return _streamed(base, 20, lambda: (strike(), pace.release()))
+
+
+def _streamed(base: str, before: int, then: Callable[[], object]) -> list[str]:
     lines: list[str] = []
     with httpx.stream("POST", f"{base}/v1/completions", json=BODY, timeout=60) as answer:
         assert answer.status_code == 200
@@ -65,20 +85,20 @@ def streamed(base: str, then: Any = None, before: int = 20) -> list[str]:
             if not line:
                 continue
             lines.append(line)
-            if then is not None and len(lines) == before:
+            if len(lines) == before:
                 then()
     return lines
 
 
-def test_streams_go_on_when_the_engine_is_killed_or_hangs(model: Path) -> None:
-    with serving(model) as (serve, base):
+def test_streams_go_on_when_the_engine_is_killed_or_hangs(model: Path, pace: Pace) -> None:
+    with serving(model, pace) as (serve, base):
         assert "Recovery: on; a worker without progress for 10 s counts as hung" in serve.output
         whole = text_of(streamed(base))
         killed = engine_of(base)
-        assert text_of(streamed(base, killed.kill)) == whole
+        assert text_of(struck(base, pace, killed.kill)) == whole
         assert not alive(killed.pid)
         stopped = engine_of(base)
-        assert text_of(streamed(base, stopped.suspend)) == whole
+        assert text_of(struck(base, pace, stopped.suspend)) == whole
         assert not alive(stopped.pid)
         assert httpx.get(f"{base}/health").status_code == 200
         assert httpx.get(f"{base}/status").json()["epoch"] == 2
@@ -89,24 +109,24 @@ def test_streams_go_on_when_the_engine_is_killed_or_hangs(model: Path) -> None:
             r"1 request goes on, \d+ tokens were computed again\.",
             r"was lost: it has not answered for \d\.\d s, so it was ended",
         ):
-            serve.until(line, 1)
+            serve.until(line, 30)
 
         idle = engine_of(base)  # and now SIGTERM in the middle of a recovery
-        lines: list[str] = streamed(base, lambda: (idle.kill(), serve.process.send_signal(signal.SIGTERM)))
+        lines = struck(base, pace, lambda: (idle.kill(), serve.process.send_signal(signal.SIGTERM)))
         assert text_of(lines) == whole
-        assert serve.ends(10) == 0
+        assert serve.ends(60) == 0
         assert "Shutting down: 1 request(s) running, at most 30 s more." in serve.output
         assert "Traceback" not in serve.output
 
 
-def test_without_recovery_a_loss_ends_all_streams_and_health_says_so(model: Path) -> None:
-    with serving(model, "--no-enable-recovery") as (serve, base):
+def test_without_recovery_a_loss_ends_all_streams_and_health_says_so(model: Path, pace: Pace) -> None:
+    with serving(model, pace, "--no-enable-recovery") as (serve, base):
         engine = engine_of(base)
         engine.suspend()
         turns(base, "/health", 503, 10)
         engine.resume()
-        turns(base, "/health", 200, 5)
-        lines = streamed(base, engine.kill)
+        turns(base, "/health", 200, 30)
+        lines = struck(base, pace, engine.kill)
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "server_error"
         assert lines[-1] == "data: [DONE]"
         turns(base, "/health", 503, 1)
@@ -121,18 +141,18 @@ def test_without_recovery_a_loss_ends_all_streams_and_health_says_so(model: Path
         assert "Traceback" not in serve.output
 
 
-def test_when_nothing_helps_the_server_ends_with_one_line(model: Path, tmp_path: Path) -> None:
+def test_when_nothing_helps_the_server_ends_with_one_line(model: Path, pace: Pace, tmp_path: Path) -> None:
     """The model's files are gone."""
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
-    with serving(copy, "--recovery-timeout", "2") as (serve, base):
+    with serving(copy, pace, "--recovery-timeout", "2") as (serve, base):
         engine = engine_of(base)
 
         def ruin() -> None:
             (copy / "model.safetensors").unlink()
             engine.kill()
 
-        lines = streamed(base, ruin)
+        lines = struck(base, pace, ruin)
         assert lines[-1] == "data: [DONE]"
         assert sum('"error"' in line for line in lines) == 1
         assert serve.ends(10) == 1
@@ -142,12 +162,12 @@ def test_when_nothing_helps_the_server_ends_with_one_line(model: Path, tmp_path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_outlives_a_killed_front_end(model: Path, ranks: int) -> None:
+def test_nothing_outlives_a_killed_front_end(model: Path, pace: Pace, ranks: int) -> None:
     """Also not the engine that replaced another one."""
-    with serving(model, "--tensor-parallel-size", str(ranks)) as (serve, base):
+    with serving(model, pace, "--tensor-parallel-size", str(ranks)) as (serve, base):
         engine_of(base).kill()
-        turns(base, "/health", 503, 2)
-        turns(base, "/health", 200, 30)
+        assert wait_until(lambda: httpx.get(f"{base}/status").json()["epoch"] == 1, 30)
+        turns(base, "/health", 200, 60)
         below = psutil.Process(serve.process.pid).children(recursive=True)
         assert len(below) >= ranks
         serve.process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import httpx
@@ -12,14 +11,8 @@ import pytest
 
 from phalanx.errors import Draining
 from phalanx.server.streaming import KEEP_ALIVE
+from tests.helpers.processes import until
 from tests.helpers.server import EchoServer, echo_server, events, on_socket
-
-
-async def until(condition: Any, seconds: float = 2.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 async def test_an_idle_stream_is_kept_open_by_comments() -> None:
@@ -31,8 +24,8 @@ async def test_an_idle_stream_is_kept_open_by_comments() -> None:
 
 
 async def test_no_comments_in_a_busy_stream() -> None:
-    async with echo_server(echo={"delay": 0.02}, sse_keep_alive_interval=0.5) as server:
-        assert KEEP_ALIVE not in (await server.chat(stream=True, max_tokens=20)).content
+    async with echo_server(echo={"delay": 0.1}, sse_keep_alive_interval=2.0) as server:
+        assert KEEP_ALIVE not in (await server.chat(stream=True, max_tokens=25)).content
 
 
 async def test_a_failure_in_mid_stream_is_an_error_frame_and_done() -> None:
@@ -116,8 +109,8 @@ async def test_many_clients_that_drop_leave_nothing() -> None:
             for start in range(0, 300, 50):
                 await asyncio.gather(*(drop(number) for number in range(start, start + 50)))
             assert (await healthy).json()["choices"][0]["text"] == "one two three" * 10
-        await until(lambda: server.echo.status().running == 0, 5)
-        await until(lambda: len(server.state.in_flight) == 0, 5)
+        await until(lambda: server.echo.status().running == 0)
+        await until(lambda: len(server.state.in_flight) == 0)
 
 
 async def test_an_engine_bug_says_nothing_about_itself(

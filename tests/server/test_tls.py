@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from tests.helpers.certificates import Authority
+from tests.helpers.pace import Pace
 from tests.helpers.serve_process import Serve
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -28,6 +29,7 @@ class Files:
     authority: Authority
     certificate: Path
     key: Path
+    pace: Pace
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -38,12 +40,13 @@ class Files:
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("tls")
     authority = Authority(folder, "authority")
-    return Files(write_tiny_model(folder / "tiny"), authority, *authority.issue("server"))
+    return Files(write_tiny_model(folder / "tiny"), authority, *authority.issue("server"), Pace(folder))
 
 
 @contextmanager
 def serving(files: Files, *flags: str) -> Iterator[Serve]:
-    serve = Serve(str(files.model), "--port", "0", "--kv-cache-memory-bytes", "2M", *files.flags, *flags)
+    options = ("--port", "0", "--kv-cache-memory-bytes", "2M", *files.flags, *flags)
+    serve = Serve(str(files.model), *options, environment={"PHALANX_FAULT": files.pace.fault})
     try:
         assert serve.base().startswith("https://")
         yield serve
@@ -79,8 +82,9 @@ def test_answers_and_streams(files: Files, plain: Serve) -> None:
     with client(plain, context(files)) as api:
         whole = api.post("/v1/completions", json=long).json()["choices"][0]["text"]
         pieces = []
-        with api.stream("POST", "/v1/completions", json={**long, "stream": True}) as answer:
+        with files.pace.slow(), api.stream("POST", "/v1/completions", json={**long, "stream": True}) as answer:
             for line in answer.iter_lines():
+                files.pace.release()
                 if line.startswith("data: {"):
                     pieces.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
         assert len(pieces) > 1
@@ -179,11 +183,13 @@ def test_files_that_cannot_be_used(files: Files, tmp_path: Path, change, words: 
 def test_a_stream_is_drained_over_tls(files: Files) -> None:
     with serving(files) as serve, client(serve, context(files)) as api:
         body = {**PROMPT, "max_tokens": 200, "stream": True}
-        with api.stream("POST", "/v1/completions", json=body) as answer:
+        with files.pace.slow(), api.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
             serve.process.send_signal(signal.SIGTERM)
+            serve.until(r"Shutting down: 1 request\(s\) running", 30)
+            files.pace.release()
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         assert '"error"' not in "".join(rest)
-        assert serve.ends(15) == 0
+        assert serve.ends(30) == 0

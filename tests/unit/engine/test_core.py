@@ -1,8 +1,10 @@
 """The engine process's loop on a real Engine and the fake executor, driven over a socket from the test's thread."""
 
 import socket
+import statistics
 import threading
 import time
+from itertools import pairwise
 
 import msgspec
 
@@ -12,7 +14,6 @@ from phalanx.engine import core_messages
 from phalanx.engine.client import EngineOutput
 from phalanx.engine.core import Core, Heartbeat
 from phalanx.engine.core_messages import (
-    BEAT_S,
     Abort,
     Beat,
     Fatal,
@@ -233,11 +234,18 @@ def test_outputs_too_large_for_one_frame_go_in_several_and_end_only_whom_they_mu
     running.end()
 
 
+def usual(times: list[float]) -> float:
+    """Seconds from one to the next: the median, since a busy machine may hold one up."""
+    return statistics.median(later - earlier for earlier, later in pairwise(times))
+
+
 def test_an_idle_engine_beats():
     running = Running()
-    begin = time.monotonic()
-    beats = [running.receive() for _ in range(3)]
-    assert time.monotonic() - begin < 3 * 0.5 + 0.3
+    times, beats = [time.monotonic()], []
+    for _ in range(5):
+        beats.append(running.receive())
+        times.append(time.monotonic())
+    assert usual(times) < 0.5
     assert all(isinstance(beat, Outputs) and beat.status.state == "ready" for beat in beats)
     assert beats[-1].status.heartbeat >= beats[0].status.heartbeat
     running.end()
@@ -331,10 +339,12 @@ def test_the_heart_beats_within_a_long_step():
     running = Running(gated=True)
     running.send(submit(make_request("a", [1, 2, 3])))
     running.wait_for_step(1)
-    begin = time.monotonic()
     with Heartbeat(running.core._channel, running.driver.engine):
-        beats = beats_of(running, 4)
-        assert time.monotonic() - begin < 4 * BEAT_S + 0.5
+        beats, times = [], []
+        for _ in range(6):
+            beats += beats_of(running, 1)
+            times.append(time.monotonic())
+        assert usual(times) < 0.5
         assert len({(beat.turns, beat.progress) for beat in beats}) == 1  # neither moves: such an engine may be hung
         running.let(1)
         running.wait_for_step(2)
@@ -344,20 +354,21 @@ def test_the_heart_beats_within_a_long_step():
     running.end()
 
 
-def test_a_change_of_state_is_heard_at_once():
+def test_a_change_of_state_is_heard_at_once(monkeypatch):
+    monkeypatch.setattr(core_module, "BEAT_S", 10 * PATIENCE)  # no other beat comes
     running = Running(gated=True)
-    running.driver.executor.restart = lambda epoch: (time.sleep(0.3), running.driver.layout)[1]
+    heard = threading.Event()
+    running.driver.executor.restart = lambda epoch: (heard.wait(PATIENCE), running.driver.layout)[1]
     running.send(submit(make_request("a", [1, 2, 3], max_tokens=40)))
     running.wait_for_step(1)
     with Heartbeat(running.core._channel, running.driver.engine):
         beats_of(running, 1)
         running.driver.executor.lose_submit = True
-        begin = time.monotonic()
         running.let(1)
         while beats_of(running, 1)[0].status.state != "recovering":
             pass
-        assert time.monotonic() - begin < BEAT_S
         running.driver.executor._begin(1)
+        heard.set()
         running.let(1000)
         running.outputs_and_beats_until("a")
     running.end()

@@ -84,10 +84,10 @@ def test_exactly_the_context_fits():
 def test_a_hopeless_text_is_refused_before_it_is_tokenised():
     inputs = processor()
     one(inputs, "x")
-    begin = time.perf_counter()
+    begin = time.thread_time()
     with pytest.raises(ContextLengthExceeded, match=r"at least \d+ tokens \(8000000 characters"):
         one(inputs, "x y " * 2_000_000)
-    assert time.perf_counter() - begin < 0.1
+    assert time.thread_time() - begin < 0.1
 
 
 def test_a_text_that_may_fit_is_tokenised():
@@ -170,11 +170,11 @@ def test_min_tokens_against_the_resolved_max_tokens():
 
 
 def test_huge_numbers_are_refused_quickly():
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for params in ({"n": 2**31 - 1}, {"logprobs": 2**31 - 1}, {"max_tokens": 2**31 - 1}):
         with pytest.raises(InvalidRequest):
             one(processor(), "x", **params)
-    assert time.perf_counter() - begin < 0.1
+    assert time.thread_time() - begin < 0.1
 
 
 @pytest.mark.parametrize(
