@@ -57,7 +57,6 @@ async def test_while_ready(server: EchoServer) -> None:
         "recovery",
         "recoveries",
         "failures",
-        "speculation",
         "workers",
     }
     assert status["state"] == "ready"
