@@ -164,6 +164,8 @@ class AsyncEngine:
         source = load_source(model.chat_template, self.tokenizer.chat_template)
         self._template = ChatTemplate(source, self.tokenizer.special_tokens)
         self._template.start()
+        if self._state == "closed":  # while this was read, on a thread that nobody waits for
+            self._template.close()
 
     @property
     def chat_template(self) -> ChatTemplate | None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from itertools import pairwise
@@ -29,6 +30,7 @@ from phalanx.engine.resolution import for_engine, resolved
 from phalanx.engine.router import Router
 from phalanx.errors import ConfigError, EngineDead, InvalidRequest, NotEnoughMemory, PhalanxError, UserError
 from phalanx.step import TokenLogprobs
+from phalanx.text import tokenizer as tokenizer_module
 from tests.helpers.engine_requests import collect, engine_request, tokens_of
 from tests.helpers.pace import Pace, pace_of
 from tests.helpers.processes import alive, descendants, gone_within, until
@@ -264,18 +266,25 @@ async def test_a_request_outlives_a_killed_engine_process(model, expected, pace)
     assert not any(alive(each.pid) for each in replicas)
 
 
-async def test_close_while_loading(model):
-    before = descendants()
+async def test_close_while_loading(model, monkeypatch):
+    """The engine process stands still, so that nobody can wait until it has loaded; the tokenizer is read only when all
+    is over."""
+    before, closed, load = descendants(), threading.Event(), tokenizer_module.load_tokenizer
+    monkeypatch.setattr(tokenizer_module, "load_tokenizer", lambda *given: (closed.wait(60), load(*given))[1])
     engine = AsyncEngine(config(model))
     starting = asyncio.create_task(engine.start())
     await until(lambda: bool(descendants() - before))
     for pid in descendants() - before:
-        os.kill(pid, signal.SIGSTOP)  # who waited for it to be loaded would wait for ever
-    await asyncio.sleep(0.1)
+        os.kill(pid, signal.SIGSTOP)
+    await asyncio.sleep(0.3)
     starting.cancel()
     await asyncio.wait_for(asyncio.gather(starting, return_exceptions=True), 30)
     await asyncio.wait_for(engine.close(), 30)
     assert descendants() <= before
+    closed.set()
+    for _ in range(3):
+        await asyncio.sleep(0.5)
+        await until(lambda: descendants() <= before)
 
 
 async def test_close_in_mid_work_leaves_nothing(model, pace):
