@@ -195,6 +195,11 @@ class ParallelConfig:
     transport_key: str | None = option(
         None, "Secret that all nodes share and prove to each other. Set it as PHALANX_TRANSPORT_KEY.", secret=True
     )
+    transport: str = option(
+        "auto",
+        "How ranks exchange tensors: `auto` by where they are, `packed` also sends large ones between nodes as 8-bit "
+        "integers, for slow links, or what an installed package supplies.",
+    )
     encrypt_transport: bool = option(False, "Encrypt what travels between nodes.")
     placement_strategy: str = option(
         "PACK",

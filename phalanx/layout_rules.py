@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from phalanx import plug_ins
 from phalanx.errors import ConfigError
 
 if TYPE_CHECKING:
     from phalanx.config import ParallelConfig
 
 MAX_REPLICAS = 64
+TRANSPORTS = ("auto", "packed")
+"""Ours (`distributed.transport`, which needs torch)."""
 
 
 def check_splits(parallel: ParallelConfig) -> None:
@@ -43,6 +46,12 @@ def check_replicas(parallel: ParallelConfig) -> None:
         )
     if size > 1 and parallel.port_of(size - 1) > 65535:
         raise ConfigError(f"--master-port is {parallel.master_port}; {size} replicas need as many ports from it on.")
+
+
+def check_transport(parallel: ParallelConfig) -> None:
+    """That there is such a one; the ranks make it. Raises ConfigError."""
+    if parallel.transport not in TRANSPORTS:
+        plug_ins.find(plug_ins.TRANSPORT, "--transport", parallel.transport, TRANSPORTS)
 
 
 def check_nodes(parallel: ParallelConfig) -> None:

@@ -5,13 +5,13 @@ Nothing is imported but what is chosen. What comes from a package runs with all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
 from phalanx.errors import ConfigError
 
-SCHEDULING, ROUTING = "phalanx.scheduling", "phalanx.routing"
+SCHEDULING, ROUTING, TRANSPORT = "phalanx.scheduling", "phalanx.routing", "phalanx.transports"
 """Groups of entry points."""
 
 
@@ -20,13 +20,7 @@ def make(group: str, flag: str, name: str, own: Mapping[str, Callable[[], Any]],
     or when it cannot be made or lacks one of `methods`."""
     if name in own:
         return own[name]()
-    found = metadata.entry_points(group=group)
-    named = [entry for entry in found if entry.name == name]
-    if len({entry.value for entry in named}) != 1:
-        names = ", ".join([*own, *sorted(found.names)])
-        what = f"{len(named)} packages supply it" if named else "nobody supplies it"
-        raise ConfigError(f"{flag} is '{name[:80]}', and {what}.", fix=f"There are: {names}.")
-    (entry, *_) = named
+    entry = find(group, flag, name, own)
     package = entry.dist.name if entry.dist is not None else entry.module
     try:
         made = entry.load()()
@@ -39,3 +33,14 @@ def make(group: str, flag: str, name: str, own: Mapping[str, Callable[[], Any]],
     if lacking:
         raise ConfigError(f"{flag} {name}: {entry.value} of the package {package} has no method {lacking[0]}.")
     return made
+
+
+def find(group: str, flag: str, name: str, own: Iterable[str]) -> metadata.EntryPoint:
+    """The entry point `name`, not loaded. Raises ConfigError when nobody supplies it, or two packages do."""
+    found = metadata.entry_points(group=group)
+    named = [entry for entry in found if entry.name == name]
+    if len({entry.value for entry in named}) != 1:
+        names = ", ".join([*own, *sorted(found.names)])
+        what = f"{len(named)} packages supply it" if named else "nobody supplies it"
+        raise ConfigError(f"{flag} is '{name[:80]}', and {what}.", fix=f"There are: {names}.")
+    return named[0]

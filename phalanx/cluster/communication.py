@@ -178,10 +178,11 @@ class RayCommunicationController:
         """Meet the others: `roster[r]` is where rank r is, `key` 32 fresh bytes that all ranks are given. Raises
         GroupBroken."""
         from phalanx.distributed.bootstrap import Meeting
+        from phalanx.distributed.transport import Packed
         from phalanx.distributed.transports.compressed import AT_LEAST
 
-        least = (AT_LEAST if self.compress_from is None else self.compress_from) if self.compress else None
-        meeting = Meeting(0, key, self.encrypt, _MEET_S, self.exchange_timeout, compress_from=least)
+        packed = Packed(AT_LEAST if self.compress_from is None else self.compress_from) if self.compress else None
+        meeting = Meeting(0, key, self.encrypt, _MEET_S, self.exchange_timeout, transport=packed)
         self._own().connect(roster, meeting, names)
 
     def _own(self) -> Channels:

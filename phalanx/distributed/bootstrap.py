@@ -20,14 +20,15 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import msgspec
 
 from phalanx.distributed.address import Address, node_id
-from phalanx.distributed.collectives import Group, Groups, SingleGroup
+from phalanx.distributed.collectives import Group, Groups, OpenGroup, SingleGroup
 from phalanx.distributed.mesh import AXES, Axis, Mesh
+from phalanx.distributed.transport import Link, Transport
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
-from phalanx.distributed.transports.compressed import CompressedGroup
 from phalanx.distributed.transports.secure_stream import SecureStream, Steps
 from phalanx.distributed.transports.shared_memory import SharedMemoryGroup
 from phalanx.distributed.transports.tcp import TcpGroup
@@ -69,8 +70,8 @@ class Meeting:
     """Seconds to meet."""
     exchange_timeout: float | None = None
     """Seconds that one exchange may take; None waits until it is aborted."""
-    compress_from: int | None = None
-    """Bytes from which on what travels between nodes is packed (`transports.compressed`); None: nothing is."""
+    transport: Transport | None = None
+    """What is put before the groups, or in their place; None: nothing."""
     sockets: bool = False
     """A socket a pair on one node too, instead of shared memory, and no NCCL: for short messages that nobody times."""
 
@@ -136,6 +137,9 @@ def connect_groups(
             groups[axis] = _make(ranks, rank, mine, roster, meeting, abort, crowded)
         for axis, ranks in members.items() if not meeting.sockets else ():
             groups[axis] = _on_devices(groups[axis], ranks, roster, abort, meeting.exchange_timeout)
+            if meeting.transport is not None and len(ranks) > 1:
+                link = Link(axis, tuple(roster[r] for r in ranks), abort, meeting.exchange_timeout)
+                groups[axis] = meeting.transport.connect(cast("OpenGroup", groups[axis]), link)
     except BaseException:
         for stream in streams.values():
             stream.close()
@@ -352,8 +356,7 @@ def _make(
         return SingleGroup()
     place, timeout = ranks.index(rank), meeting.exchange_timeout
     if meeting.sockets or not _local(ranks, roster):
-        group = TcpGroup(streams, place, ranks, abort, timeout)
-        return group if meeting.compress_from is None else CompressedGroup(group, meeting.compress_from)
+        return TcpGroup(streams, place, ranks, abort, timeout)
     if place == 0:
         try:
             shared = SharedMemoryGroup.create(place, ranks, abort, crowded, timeout)

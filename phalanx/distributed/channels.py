@@ -108,7 +108,7 @@ class Channels:
     def _beside(self, roster: Sequence[Address], meeting: Meeting, number: int) -> TcpGroup:
         """A socket to each other rank."""
         epoch, everybody = meeting.epoch + number, Mesh(dp=self.mesh.world_size)
-        plain = replace(meeting, epoch=epoch, sockets=True, compress_from=None, exchange_timeout=None)
+        plain = replace(meeting, epoch=epoch, sockets=True, transport=None, exchange_timeout=None)
         return cast(TcpGroup, connect_groups(everybody, self._door, roster, plain, self._abort, crowded=True).dp)
 
     # Tensors

@@ -57,6 +57,14 @@ class Group(Protocol):
         ...
 
 
+class OpenGroup(Group, Protocol):
+    """One that holds connections or memory."""
+
+    def close(self) -> None:
+        """Idempotent."""
+        ...
+
+
 class SingleGroup:
     """A group of one: every exchange is the identity."""
 

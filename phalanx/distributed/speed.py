@@ -21,8 +21,8 @@ from phalanx.distributed.address import Address
 from phalanx.distributed.bootstrap import Door, Meeting, connect_groups
 from phalanx.distributed.collectives import Group
 from phalanx.distributed.mesh import Mesh
+from phalanx.distributed.transport import Packed
 from phalanx.distributed.transports.abort import Abort
-from phalanx.distributed.transports.compressed import AT_LEAST
 from phalanx.distributed.transports.nccl import TorchGroup
 
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "barrier")
@@ -67,8 +67,8 @@ def connect(transport: str, door: Door, roster: Sequence[Address], key: bytes, f
     if transport != "shm":  # as if every rank were on a node of its own
         roster = [msgspec.structs.replace(address, node=f"{address.node}/{address.rank}") for address in roster]
         door.address = roster[rank]
-    packs = AT_LEAST if transport == "tcp-packed" else None
-    meeting = Meeting(0, key, transport == "tcp-encrypted", exchange_timeout=60.0, compress_from=packs)
+    packs = Packed() if transport == "tcp-packed" else None
+    meeting = Meeting(0, key, transport == "tcp-encrypted", exchange_timeout=60.0, transport=packs)
     return connect_groups(Mesh(tp=size), door, roster, meeting, Abort(), crowded=crowded).tp
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig, ServerConfig
 from phalanx.errors import ConfigError
+from phalanx.layout_rules import check_transport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     NotEnoughMemory when the model cannot fit several ranks on this machine."""
     from phalanx.planner import resolution
 
+    check_transport(config.parallel)
     return resolution.resolved(_with_ray(config), checkpoint)
 
 

@@ -24,6 +24,7 @@ import msgspec
 from phalanx.distributed.address import node_id
 from phalanx.distributed.bootstrap import Door, Meeting, close_groups, connect_groups
 from phalanx.distributed.pulse import Pulse
+from phalanx.distributed.transport import make_transport
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.ring import Ring
 from phalanx.distributed.transports.secure_stream import SecureStream
@@ -265,7 +266,8 @@ class Rank:
             results = Ring.attach(epoch.result_fds, 0, epoch.abort, limit=LIMIT, crowded=begin.crowded)
             held.callback(results.close)
         key = derive(self._start.key, "epoch", begin.key)  # what travels is of no use without ours
-        meeting = Meeting(begin.epoch, key, begin.encrypt, exchange_timeout=begin.exchange_timeout)
+        transport = make_transport(begin.config.parallel.transport)
+        meeting = Meeting(begin.epoch, key, begin.encrypt, exchange_timeout=begin.exchange_timeout, transport=transport)
         self._idle_for = "the others"
         groups = connect_groups(begin.mesh, self._door, begin.roster, meeting, epoch.abort, crowded=begin.crowded)
         self._idle_for = ""

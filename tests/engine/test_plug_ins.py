@@ -1,8 +1,9 @@
-"""Policies of a package that is really installed, in a folder of its own, and what is said of one that is not right.
-The package is the worked example of docs/plug-ins.md."""
+"""Policies and a transport of a package that is really installed, in a folder of its own, and what is said of one that
+is not right. The package is the worked example of docs/plug-ins.md."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,33 @@ async def test_a_routing_policy(installed: None) -> None:
     assert all(where[request.cache_salt] == n for n, engine in enumerate(engines) for request in engine.requests)
     assert sum(len(engine.requests) for engine in engines) == 40
     await router.close()
+
+
+def test_a_transport(folder: Path, installed: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks that sum as the package says, which gives other numbers than ours, by a little."""
+    from phalanx import LLM, SamplingParams
+    from tests.helpers.tiny_model import write_tiny_model
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    model = str(write_tiny_model(tmp_path))
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=0, ignore_eos=True)
+    found: dict[str, list[float]] = {}
+    for name in ("auto", "half-width"):
+        options = {"model": model, "dtype": "float32", "kv_cache_memory_bytes": "8M", "tensor_parallel_size": 2}
+        with LLM(**options, transport=name) as llm:
+            (output,) = llm.generate("hello world", params)
+            found[name] = [entry.chosen.logprob for entry in output.outputs[0].logprobs or ()]
+    assert found["auto"] != found["half-width"]
+    assert found["auto"][0] == pytest.approx(found["half-width"][0], abs=0.05)
+
+
+def test_a_transport_that_nobody_supplies_is_said_before_anything_loads(tmp_path: Path) -> None:
+    from phalanx import LLM
+    from tests.helpers.tiny_model import write_tiny_model
+
+    with pytest.raises(ConfigError, match="--transport is 'half-widht', and nobody supplies it") as caught:
+        LLM(model=str(write_tiny_model(tmp_path)), tensor_parallel_size=2, transport="half-widht")
+    assert "auto, packed" in str(caught.value)
 
 
 async def test_a_policy_that_chooses_nonsense_sends_nobody_astray() -> None:

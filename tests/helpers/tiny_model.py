@@ -20,7 +20,9 @@ PADDING = 5
 KV_BYTES_PER_TOKEN = LAYERS * 2 * KV_HEADS * HEAD_DIM * 4
 
 
-def write_tiny_model(folder: Path, *, generation_config: dict | None = None, layers: int = LAYERS) -> Path:
+def write_tiny_model(
+    folder: Path, *, generation_config: dict | None = None, layers: int = LAYERS, positions: int = POSITIONS
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     vocab = tokenizer.size + PADDING
@@ -34,7 +36,7 @@ def write_tiny_model(folder: Path, *, generation_config: dict | None = None, lay
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "max_position_embeddings": POSITIONS,
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from phalanx.distributed.collectives import OpenGroup
 from phalanx.distributed.transports.sums import as_bytes, slices
-from phalanx.distributed.transports.tcp import TcpGroup
 
 BLOCK = 128
 AT_LEAST = 1 << 16
@@ -38,7 +38,7 @@ def pack(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes [packed_bytes(entries)] of a floating-point tensor of any shape."""
     flat = tensor.reshape(-1).float()
     count = flat.numel()
-    out = torch.empty(packed_bytes(count), dtype=torch.uint8)
+    out = torch.empty(packed_bytes(count), dtype=torch.uint8, device=flat.device)
     at = out.numel() - count
     blocks = _in_blocks(flat)
     least, most = blocks.aminmax(dim=1, keepdim=True) if count else (blocks, blocks)
@@ -67,7 +67,7 @@ def unpack(data: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torc
 class CompressedGroup:
     """`group`, and packing in front of it. All members must be made alike."""
 
-    def __init__(self, group: TcpGroup, at_least: int = AT_LEAST):
+    def __init__(self, group: OpenGroup, at_least: int = AT_LEAST):
         self.rank, self.size = group.rank, group.size
         self._group, self._at_least = group, at_least
 
@@ -121,7 +121,7 @@ class CompressedGroup:
         if self.rank == source:
             data = pack(tensor)
         else:
-            data = torch.empty(packed_bytes(tensor.numel()), dtype=torch.uint8)
+            data = torch.empty(packed_bytes(tensor.numel()), dtype=torch.uint8, device=tensor.device)
         return unpack(self._group.broadcast(data, source), tensor.shape, tensor.dtype)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
@@ -137,6 +137,7 @@ class CompressedGroup:
         self._group.barrier()
 
     def close(self) -> None:
+        """Idempotent."""
         self._group.close()
 
     def _gather(self, mine: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -148,10 +149,10 @@ class CompressedGroup:
     def _scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """This rank's piece of the sum."""
         mine = pieces[self.rank]
-        nothing = torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device=mine.device)
         outgoing = [nothing if rank == self.rank else pack(piece) for rank, piece in enumerate(pieces)]
         incoming = self._group.all_to_all(outgoing, [(packed_bytes(mine.numel()),)] * self.size)
-        total = torch.zeros(mine.shape)
+        total = torch.zeros(mine.shape, device=mine.device)
         for rank, data in enumerate(incoming):
             total += mine.float() if rank == self.rank else unpack(data, mine.shape, torch.float32)
         return total.to(mine.dtype)
