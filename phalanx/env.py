@@ -136,6 +136,11 @@ def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
 
 
+def ray_uses_tls() -> bool:
+    """`RAY_USE_TLS`, as Ray reads it."""
+    return os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+
+
 def at_start(name: str) -> str | None:
     """A variable as this process was started with it, whatever has set it since. None where that cannot be seen."""
     try:

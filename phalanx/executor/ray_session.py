@@ -15,6 +15,7 @@ import os
 import secrets
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -212,6 +213,23 @@ def _answers(address: str) -> bool:
     return True
 
 
+def _speaks_tls(address: str) -> bool | None:
+    """None when that cannot be seen. Nothing is proved to each other, and nothing said."""
+    host, _, port = address.rpartition(":")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as plain:
+            context.wrap_socket(plain).close()
+    except ssl.SSLError as error:  # an alert, such as that a certificate is wanted, is TLS too
+        return "ALERT" in (error.reason or "")
+    except TimeoutError:
+        return None
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def _is_loopback(address: str) -> bool:
     host = address.rpartition(":")[0].strip("[]")
     return host == "localhost" or is_loopback(host)
@@ -223,6 +241,12 @@ def _join(ray: ModuleType, address: str) -> None:
     found: Any = services
     if not found.find_node_ids():  # Ray would look for one of them for a minute
         raise _refused(address, "no Ray node runs on this machine")
+    speaks_tls = _speaks_tls(address)
+    if speaks_tls is not None and speaks_tls != env.ray_uses_tls():  # Ray would try for minutes
+        says = "wants TLS, and RAY_USE_TLS is not set here" if speaks_tls else "has no TLS, and RAY_USE_TLS is set here"
+        raise ConfigError(
+            f"The Ray cluster at {address} {says}.", fix="Set RAY_USE_TLS and RAY_TLS_… as on the cluster's nodes."
+        )
     own = env.host_ip()
     options = {"_node_ip_address": own} if own else {}
     # Ray would look for a cluster that keeps to the loopback interface at this machine's other address.

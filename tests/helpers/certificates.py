@@ -27,10 +27,11 @@ class Authority:
         self.certificate = folder / f"{name}.pem"
         self.certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str, *, days: int = 1) -> tuple[Path, Path]:
-        """Certificate and key files for `name`, localhost and 127.0.0.1; negative `days` are expired."""
+    def issue(self, name: str, *addresses: str, days: int = 1) -> tuple[Path, Path]:
+        """Certificate and key files for `name`, localhost, 127.0.0.1 and `addresses`; negative `days` are expired."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [x509.DNSName("localhost"), x509.IPAddress(ip_address("127.0.0.1"))]
+        names: list[x509.GeneralName] = [x509.DNSName("localhost")]
+        names += [x509.IPAddress(ip_address(address)) for address in ("127.0.0.1", *addresses)]
         subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
         signed = (
             self._builder(subject, key, days)
