@@ -78,7 +78,7 @@ class RayHosts:
 
 @contextlib.contextmanager
 def ray_hosts(cpus: Sequence[int], **env: str) -> Iterator[RayHosts]:
-    """A node on each host, with so many CPUs; `env` is for all of them."""
+    """A node on each host, with so many CPUs; `env` is for all of them. Hosts have the addresses 10.77.0.10 and on."""
     folder = tempfile.mkdtemp(prefix="phxray-", dir="/tmp")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -4,25 +4,19 @@ off and healed, its raylet is killed, the head is started again. Every stream en
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.helpers.asks import Oracle, wait_for_events
-from tests.helpers.history import check_stream, longest_gap
 from tests.helpers.hosts import missing
-from tests.helpers.pace import Pace
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
-from tests.helpers.serving import Client, Serving
+from tests.helpers.ray_serving import Served, raylets
 from tests.helpers.tiny_model import write_tiny_model
-from tests.helpers.worlds import OPTIONS
 
 pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "there are hosts"),
@@ -30,55 +24,11 @@ pytestmark = [
 ]
 
 CPUS = (0, 2, 1)
-NAMES = ("greedy", "logprobs", "seeded", "penalties", "several")
-STREAMS = 20
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
-class Served:
-    """A server on one of the hosts, and what it answers undisturbed."""
-
-    def __init__(self, bed: RayHosts, model: str, *, on: int = 0):
-        self.bed = bed
-        host, arguments = bed.hosts[on], [model, "-tp", "2", *OPTIONS, "--placement-strategy", "SPREAD"]
-        arguments += ["--distributed-executor-backend", "ray"]
-        self.pace = Pace(Path(bed.folder))
-        env = {**bed.env, "PHALANX_HOST_IP": host.address, "PHALANX_FAULT": self.pace.fault}
-        self.serving = Serving(
-            arguments,
-            Path(bed.folder) / f"serve{time.monotonic_ns()}.log",
-            env=env,
-            start=host.start,
-            network=host.network,
-        )
-        self.serving.ready()
-        self.oracle = Oracle(self.serving, NAMES)
-
-    def nodes(self) -> list[str]:
-        return [worker["node"] for worker in self.serving.status()["workers"]]
-
-    def streams_through(self, strike: Callable[[], object]) -> float:
-        """20 streams, and in their middle this. None is lost; the longest silence of any, in seconds."""
-        with self.pace.slow():
-            clients = [self.oracle.ask(self.serving, NAMES[i % len(NAMES)]) for i in range(STREAMS)]
-            assert wait_for_events(clients, 4 * STREAMS, 60), self.serving.output
-            strike()
-        return self.finished(clients)
-
-    def finished(self, clients: list[Client]) -> float:
-        for client in clients:
-            client.join(120)
-        complaints = [c for client in clients for c in check_stream(client.saw, self.oracle.answers[client.saw.ask])]
-        assert all(client.saw.accepted for client in clients), [client.saw.body for client in clients]
-        assert not complaints, "\n".join([*complaints[:5], self.serving.output])
-        return max(longest_gap(client.saw)[1] for client in clients)
-
-    def close(self) -> None:
-        self.serving.kill()
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +72,7 @@ def test_a_host_is_lost(bed: RayHosts, tiny: str, deed: str, index: int) -> None
             "kill": lambda: bed.end(index),
             "freeze": lambda: host.signal_all(signal.SIGSTOP),
             "cut": host.cut,
-            "raylet": lambda: os.kill(_raylets(host.pids())[0], signal.SIGKILL),
+            "raylet": lambda: os.kill(raylets(host)[0], signal.SIGKILL),
         }[deed]
         silence = served.streams_through(strike)
         assert host.name not in served.nodes()
@@ -143,22 +93,15 @@ def test_a_host_is_lost(bed: RayHosts, tiny: str, deed: str, index: int) -> None
             bed.node(index, cpus=CPUS[index])
 
 
-def _raylets(pids: list[int]) -> list[int]:
-    found = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            found += [pid] if psutil.Process(pid).name() == "raylet" else []
-    return found
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["-tp", "-dp"])
 @pytest.mark.parametrize("kept", [True, False], ids=["with GCS fault tolerance", "without"])
-def test_the_head_is_started_again(tiny: str, tmp_path: Path, kept: bool) -> None:
+def test_the_head_is_started_again(tiny: str, tmp_path: Path, kept: bool, layout: str) -> None:
     """The server is on a worker's host. What it serves goes on either way; whether a rank that is lost afterwards can
     be replaced depends on whether the head remembers."""
     storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path / "gcs")} if kept else {}
     with ray_hosts((0, 2, 2), **storage) as bed:
-        served = Served(bed, tiny, on=1)
+        served = Served(bed, tiny, layout, on=1)
         try:
 
             def restart() -> None:
@@ -174,7 +117,7 @@ def test_the_head_is_started_again(tiny: str, tmp_path: Path, kept: bool) -> Non
                 return
             # The new head knows neither the other nodes nor the engine's job: their raylets end, and so does the
             # engine's process, which starts again once its host is a node of the cluster.
-            ended = lambda: not any(_raylets(bed.hosts[index].pids()) for index in (1, 2))  # noqa: E731
+            ended = lambda: not any(raylets(bed.hosts[index]) for index in (1, 2))  # noqa: E731
             assert wait_until(ended, 90), served.serving.output
             for index in (2, 1):
                 bed.node(index, cpus=2)
