@@ -245,8 +245,8 @@ class ParallelConfig:
 
     @property
     def replica_here(self) -> int:
-        """Which replica this node has ranks of."""
-        return self.node_rank // len(self.nodes_of(0))
+        """Which replica this node has ranks of; one beyond those that are configured asks the last."""
+        return min(self.node_rank // len(self.nodes_of(0)), self.data_parallel_size - 1)
 
     def port_of(self, replica: int) -> int:
         """Of node 0, where that replica's nodes join."""

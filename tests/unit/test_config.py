@@ -240,3 +240,12 @@ def test_sizes_splits_and_the_executor_of_a_layout():
     assert same.tensor_weights == ((3.0, 1.0), (3.0, 1.0))
     assert resolved(distributed_executor_backend="mp").parallel.distributed_executor_backend == "mp"
     assert resolved(tensor_parallel_size=2, distributed_executor_backend="ray").parallel.world_size == 2
+
+
+@pytest.mark.parametrize(("replicas", "node", "wanted"), [(1, 0, 0), (1, 1, 0), (1, 2, 0), (2, 1, 1), (2, 2, 1)])
+def test_which_replica_a_node_asks(replicas, node, wanted):
+    """One beyond the two that are configured too: the last one turns it away, or has it stand in for a lost one."""
+    config = EngineConfig.from_options(
+        nnodes=2, node_rank=node, data_parallel_size=replicas, master_addr="10.0.0.1", distributed_executor_backend="mp"
+    )
+    assert config.parallel.replica_here == wanted
