@@ -323,6 +323,10 @@ class Nemesis:
 
     # Afterwards
 
+    def felt(self, case: Case) -> bool:
+        """Whether what was done could be: a process that asks for no more memory lives on without."""
+        return case.fault != "out_of_memory" or self._groups.refused > 0
+
     def bound(self, case: Case, serving: Serving) -> float:
         """Seconds that a stream may be silent."""
         hang = max(1.0, serving.status()["hang_bound"])

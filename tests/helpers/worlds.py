@@ -250,6 +250,12 @@ class Groups:
         os.kill(pid, signal.SIGCONT)
         return folder
 
+    @property
+    def refused(self) -> int:
+        """How often somebody asked for memory that was not to be had."""
+        counts = [folder / "memory.failcnt" for folder in self._made]
+        return sum(int(count.read_text()) for count in counts if count.exists())
+
     def close(self) -> None:
         """Everybody goes on, in the group above."""
         for folder in self._made:
