@@ -11,7 +11,7 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.executor import multiprocess
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.multiprocess import SupervisorProcess
-from tests.helpers.processes import gone_within
+from tests.helpers.processes import gone_within, wait_until
 from tests.helpers.rank_processes import mp_executor, pids
 from tests.helpers.worker_model import engine_config
 
@@ -37,6 +37,7 @@ def test_a_stopped_supervisor_is_replaced_when_a_rank_is_to_be_started(own_super
         with pytest.raises(WorkerDied, match="supervisor"):
             executor.restart(1)
         assert gone_within(before, 5)
+        assert wait_until(lambda: executor.check_health()[0].state == "dead", 5), "the other rank goes with it, later"
         executor.restart(2)
         assert own_supervisor._process.pid != before
         assert len(pids(executor)) == 2
