@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from common import setting, summary, write
 
 from phalanx.kernels.library import describe, native, use_threads
-from phalanx.kernels.matmul import PackedMatrix, WeightMemory
+from phalanx.kernels.matmul import PackedMatrix
+from phalanx.kernels.weight_memory import WeightMemory
 
 SHAPES = {"qkv": (960, 576), "out": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256, 1024)

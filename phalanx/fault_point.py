@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 POINTS = (
     "load",  # a rank, before it reads its weights
+    "fill",  # a rank, when half of its weights are read
     "allocate",  # a rank, before it makes its cache
     "step",  # a rank, before it computes a step
     "exchange",  # a rank, before it sums something with the other ranks of its stage

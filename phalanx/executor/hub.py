@@ -359,7 +359,8 @@ class HubExecutor:
             member.close()
             with self._changed:
                 self._members[member.rank] = Member(member.rank)
-        start = RankStart(-1, self._watch.address, self._key, device=self._config.model.device, encrypt=self._encrypt)
+        hub, share = self._watch.address, f"{self._watch.address.unix} {self._layout!r}"  # of this start, this layout
+        start = RankStart(-1, hub, self._key, device=self._config.model.device, encrypt=self._encrypt, share=share)
         self._lives.update(member.rank for member in gone)
         self._launcher.launch([msgspec.structs.replace(start, rank=m.rank, life=self._lives[m.rank]) for m in gone])
 
@@ -369,7 +370,6 @@ class HubExecutor:
         nodes = [address.node for address in roster]
         loading = [address.node for address, m in zip(roster, members, strict=True) if not m.loaded]
         reporter = members[mesh.reporter]
-        cores = len(os.sched_getaffinity(0))
         self._traffic = traffic = Traffic(members, reporter, self._abort)
         key = secrets.token_bytes(32)
         for member in members:
@@ -385,7 +385,8 @@ class HubExecutor:
                 node_ranks=nodes.count(node),
                 longest=self._longest,
                 loading_ranks=max(1, loading.count(node)),
-                crowded=nodes.count(node) > cores,
+                weights=self._weights,
+                crowded=nodes.count(node) > len(os.sched_getaffinity(0)),
                 encrypt=self._encrypt,
                 exchange_timeout=self._exchange_timeout,
                 ring_member=traffic.place(member),

@@ -47,6 +47,8 @@ class RankStart(msgspec.Struct, frozen=True):
     encrypt: bool = False
     timeout: float = 60.0
     """Seconds to reach the executor."""
+    share: str = ""
+    """What it is to hold, by name: it finds the image of its weights that the last rank of this name has left."""
     life: int = 1
     """How many times a process has been started as this rank, with this one."""
 
@@ -79,6 +81,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """Those of them that are still to load, and share the memory that is free."""
     longest: int
     """Tokens of the longest request for which there must be room; 0 is --max-model-len."""
+    weights: str
+    """What the ranks of this executor have read (`checkpoint.fingerprint`); empty when none has."""
     crowded: bool
     encrypt: bool
     exchange_timeout: float | None

@@ -25,7 +25,17 @@ from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
 from phalanx.executor.seating import Choose, Share
-from phalanx.executor.supervisor import Awake, Ended, Kill, Launch, Started, decode_from_supervisor, receive, send
+from phalanx.executor.supervisor import (
+    Awake,
+    Ended,
+    Kill,
+    Launch,
+    LetGo,
+    Started,
+    decode_from_supervisor,
+    receive,
+    send,
+)
 from phalanx.worker.capacity import Capacity, measure, of_place
 from phalanx.worker.limits import usable_cores
 
@@ -138,7 +148,7 @@ class SupervisorProcess:
             return 0 if process is None else process.pid
 
     def clear(self) -> None:
-        """End all ranks; the supervisor stays."""
+        """End all ranks, and let go of what they have left; the supervisor stays."""
         with self._heard:
             running = [rank for rank, process in self._ranks.items() if process.cause is None]
         for rank in running:
@@ -146,8 +156,13 @@ class SupervisorProcess:
         deadline = time.monotonic() + _END_S
         for rank in running:
             self.cause(rank, max(0.0, deadline - time.monotonic()))
+        self.let_go()
         with self._heard:
             self._ranks.clear()
+
+    def let_go(self) -> None:
+        """Of the images of their weights that ranks have left: there will be none like them."""
+        self._tell(LetGo())
 
     def close(self) -> None:
         """End it, and its ranks with it. Idempotent; `start` may follow."""
@@ -168,7 +183,7 @@ class SupervisorProcess:
         with self._heard:
             self._ranks.clear()
 
-    def _tell(self, message: Launch | Kill) -> None:
+    def _tell(self, message: Launch | Kill | LetGo) -> None:
         """That the supervisor is gone is noticed by the listener."""
         if self._sock is not None:
             try:

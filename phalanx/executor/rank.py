@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -93,14 +94,27 @@ def versions() -> dict[str, str]:
     }
 
 
-def run_rank(start: RankStart) -> None:
-    """Returns when told to stop, or when the executor is gone. Raises GroupBroken when it cannot be reached."""
+@dataclass(frozen=True)
+class _Keeper:
+    """The supervisor, as `loading.image.Keeper`."""
+
+    share: str
+    left: int | None
+    line: socket.socket
+
+    def keep(self, fd: int) -> None:
+        socket.send_fds(self.line, [b"image"], [fd])
+
+
+def run_rank(start: RankStart, line: socket.socket, left: int | None) -> None:
+    """Returns when told to stop, or when the executor is gone. Raises GroupBroken when it cannot be reached. Its image
+    goes to the supervisor by `line`; `left` is the one that it has had from there."""
     import torch
 
     if start.cores:
         os.sched_setaffinity(0, start.cores)
     torch.set_num_threads(min(torch.get_num_threads(), start.threads))
-    Rank(start).run()
+    Rank(start, _Keeper(start.share, left, line)).run()
 
 
 class _Epoch:
@@ -130,8 +144,8 @@ class _Epoch:
 class Rank:
     """One rank; `run` is its life. `end` ends the process when it must not wait for a computation."""
 
-    def __init__(self, start: RankStart):
-        self._start = start
+    def __init__(self, start: RankStart, keeper: _Keeper):
+        self._start, self._keeper = start, keeper
         self._never = Abort()
         self._stream = _reach(start, self._never)
         self._door = Door(start.rank, start.host, _own_gpu(start))
@@ -303,6 +317,8 @@ class Rank:
                 node_ranks=begin.loading_ranks,
                 longest=begin.longest,
                 pulse=self._pulse,
+                weights=begin.weights,
+                keeper=self._keeper,
             )
             worker.check_memory()
         else:
@@ -331,6 +347,8 @@ class Rank:
         return order
 
     def _progress(self, phase: str, share: float) -> None:
+        if phase == "weights" and 0.5 < share < 1.0:
+            reach("fill", rank=self._start.rank, life=self._start.life)
         now, (last, at) = time.monotonic(), self._reported
         if share in (0.0, 1.0) or phase != last or now - at > _PROGRESS_S:
             self._reported = (phase, now)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -138,6 +138,13 @@ class RayLauncher:
 
     def assign(self, seats: Sequence[int]) -> None:
         self._seats = tuple(seats)
+        self._let_go(set(self._places.places) - set(seats))
+
+    def _let_go(self, seats: Iterable[int]) -> None:
+        """Of what ranks have left there."""
+        for place in (self._places.places[seat] for seat in seats):
+            if place.actor is not None and not (place.dead or place.silent):
+                place.actor.let_go.remote()
 
     def node(self, seat: int) -> str:
         return self._places.places[seat].site.name
@@ -165,6 +172,7 @@ class RayLauncher:
             return
         for rank in range(len(self._seats)):
             self.kill(rank)
+        self._let_go(self._places.places)
 
 
 def _threads(parallel: ParallelConfig) -> int | None:

@@ -83,6 +83,10 @@ class RankActor:
         """Returns when it is gone."""
         self._supervisor.kill(rank)
 
+    def let_go(self) -> None:
+        """Of what ranks have left here."""
+        self._supervisor.let_go()
+
 
 def _address(towards: str) -> str:
     own = env.host_ip()

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,10 @@ class Kill(msgspec.Struct, frozen=True, tag="kill"):
     rank: int
 
 
+class LetGo(msgspec.Struct, frozen=True, tag="let_go"):
+    """Of what ranks have left: there will be none like them."""
+
+
 class Started(msgspec.Struct, frozen=True, tag="started"):
     rank: int
     pid: int
@@ -66,7 +71,7 @@ class Awake(msgspec.Struct, frozen=True, tag="awake"):
     """All is imported; from now on ranks start at once."""
 
 
-ToSupervisor = Launch | Kill
+ToSupervisor = Launch | Kill | LetGo
 FromSupervisor = Started | Ended | Awake
 
 _to = msgspec.msgpack.Decoder(ToSupervisor)
@@ -111,10 +116,22 @@ def die_with_parent(parent: int) -> None:
 
 @dataclass(frozen=True)
 class _Child:
-    rank: int
+    start: RankStart
     pid: int
-    words: int
-    """Descriptor of a pipe by which it says why it ends, when it can."""
+    words: socket.socket
+    """By which it leaves the image of its weights, and says why it ends, when it can."""
+
+    @property
+    def rank(self) -> int:
+        return self.start.rank
+
+
+@dataclass(frozen=True)
+class _Left:
+    """The image of a rank's weights (`phalanx.loading.image`)."""
+
+    share: str
+    fd: int
 
 
 class Supervisor:
@@ -125,6 +142,8 @@ class Supervisor:
         self._parent = os.pidfd_open(parent)
         self._ranks: dict[int, _Child] = {}
         """By pidfd."""
+        self._images: dict[int, _Left] = {}
+        """By rank."""
         self._memory_kills = MemoryKills()
         self._looked = 0.0
 
@@ -160,28 +179,31 @@ class Supervisor:
     def _obey(self, message: ToSupervisor) -> None:
         match message:
             case Launch(starts=starts, fork=fork):
+                self._let_go(keep={start.share for start in starts})
                 for start in starts:
                     self._launch(start, fork)
             case Kill(rank=rank):
                 for child in self._ranks.values():
                     if child.rank == rank:
                         os.kill(child.pid, signal.SIGKILL)
+            case LetGo():
+                self._let_go()
 
     def _launch(self, start: RankStart, fork: bool) -> None:
-        words, pen = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        words, pen = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             pid = self._fork(start, words, pen) if fork else _spawn(start, pen)
         except OSError as error:
-            os.close(words)
+            words.close()
             send(self._sock, Ended(start.rank, 0, f"it could not be started ({error.strerror or error})"))
             return
         finally:
-            os.close(pen)
-        self._ranks[os.pidfd_open(pid)] = _Child(start.rank, pid, words)
+            pen.close()
+        self._ranks[os.pidfd_open(pid)] = _Child(start, pid, words)
         self._memory_kills.look([pid])
         send(self._sock, Started(start.rank, pid))
 
-    def _fork(self, start: RankStart, words: int, pen: int) -> int:
+    def _fork(self, start: RankStart, words: socket.socket, pen: socket.socket) -> int:
         parent = os.getpid()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -192,9 +214,14 @@ class Supervisor:
         try:
             die_with_parent(parent)
             self._sock.close()
-            for fd in (self._parent, words, *self._ranks, *(child.words for child in self._ranks.values())):
-                os.close(fd)
-            code = live(start, pen)
+            left = self._images.pop(start.rank, None)
+            self._let_go()
+            words.close()
+            for pidfd, child in self._ranks.items():
+                os.close(pidfd)
+                child.words.close()
+            os.close(self._parent)
+            code = live(start, pen, None if left is None else left.fd)
         finally:
             sys.stderr.flush()
             os._exit(code)
@@ -206,10 +233,35 @@ class Supervisor:
         _, status = os.waitpid(child.pid, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
             blame = None  # the kernel's way is another; memory ran out elsewhere at that time
-        with contextlib.suppress(BlockingIOError):  # somebody it has started may still hold the pipe
-            blame = blame or os.read(child.words, _WORDS).decode(errors="replace") or None
-        os.close(child.words)
-        send(self._sock, Ended(child.rank, child.pid, describe(status, blame)))
+        said = self._last_words(child)
+        child.words.close()
+        send(self._sock, Ended(child.rank, child.pid, describe(status, blame or said or None)))
+
+    def _last_words(self, child: _Child) -> str:
+        """What a rank that has ended had to say. The image it has left is kept for the next one."""
+        said = ""
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # somebody it has started may still hold its end
+            while not said:
+                data, fds, _, _ = socket.recv_fds(child.words, _WORDS, 1)
+                if not data:
+                    break
+                if fds:
+                    self._let_go_of(child.rank)
+                    self._images[child.rank] = _Left(child.start.share, fds[0])
+                else:
+                    said = data.decode(errors="replace")
+        return said
+
+    def _let_go(self, keep: Container[str] = ()) -> None:
+        """Of the images of all other shares."""
+        for rank, left in list(self._images.items()):
+            if left.share not in keep:
+                self._let_go_of(rank)
+
+    def _let_go_of(self, rank: int) -> None:
+        left = self._images.pop(rank, None)
+        if left is not None:
+            os.close(left.fd)
 
     def _kill_all(self) -> None:
         for child in self._ranks.values():
@@ -220,9 +272,9 @@ class Supervisor:
                 os.waitpid(child.pid, 0)
 
 
-def live(start: RankStart, words: int) -> int:
-    """A rank's whole life in this process; its exit code. Why it failed, if it could not tell its executor, goes to the
-    descriptor `words`."""
+def live(start: RankStart, words: socket.socket, left: int | None = None) -> int:
+    """A rank's whole life in this process; its exit code. Why it failed, if it could not tell its executor, goes to
+    `words`, and the image of its weights. `left` is the one that the rank before it has left."""
     from phalanx.executor.rank import run_rank
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -230,21 +282,21 @@ def live(start: RankStart, words: int) -> int:
     with contextlib.suppress(OSError):  # for `ps` and `top`
         Path("/proc/self/comm").write_text(f"phalanx-rank-{start.rank}"[:15])
     try:
-        run_rank(start)
+        run_rank(start, words, left)
     except Exception as error:
         if env.debug():
             traceback.print_exc()
         text = str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
-        os.write(words, " ".join(text.split()).rstrip(".").encode()[:_WORDS])
+        words.send(" ".join(text.split()).rstrip(".").encode()[:_WORDS])
         return 1
     return 0
 
 
-def _spawn(start: RankStart, words: int) -> int:
+def _spawn(start: RankStart, words: socket.socket) -> int:
     """A fresh process, for devices whose drivers do not survive a fork."""
-    command = [sys.executable, "-P", "-m", "phalanx.executor.supervisor", "--rank", str(words)]
+    command = [sys.executable, "-P", "-m", "phalanx.executor.supervisor", "--rank", str(words.fileno())]
     command += ["--parent", str(os.getpid())]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=(words,))
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=(words.fileno(),))
     if child.stdin is not None:
         with contextlib.suppress(BrokenPipeError), child.stdin:
             child.stdin.write(msgspec.json.encode(start))
@@ -265,7 +317,8 @@ def main() -> int:
         die_with_parent(arguments.parent)
     if arguments.rank is not None:
         os.set_inheritable(arguments.rank, False)
-        return live(msgspec.json.decode(sys.stdin.buffer.read(), type=RankStart), arguments.rank)
+        words = socket.socket(fileno=arguments.rank)
+        return live(msgspec.json.decode(sys.stdin.buffer.read(), type=RankStart), words)
     os.set_inheritable(arguments.fd, False)
     if arguments.zygote:
         _import_worker()
@@ -281,6 +334,7 @@ def _import_worker() -> None:
     NumPy's matrix library would, unless told otherwise while it is loaded; PyTorch's is to decide for itself."""
     with env.changed(OPENBLAS_NUM_THREADS="1"):
         import numpy  # noqa: F401
+    import phalanx.executor.rank
     import phalanx.worker.worker  # noqa: F401
 
     gc.collect()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from phalanx.kernels.block_layout import BLOCK, KINDS, packed_bytes, place_in_group, shift_of
 from phalanx.kernels.library import native
-from phalanx.kernels.matmul import WeightMemory
+from phalanx.kernels.weight_memory import WeightMemory
 
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

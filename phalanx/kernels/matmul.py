@@ -9,53 +9,18 @@ Without the native library nothing is packed, see `packs`; the twins take the pl
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 import torch.nn.functional as F
 
 from phalanx.kernels.library import native
+from phalanx.kernels.weight_memory import WeightMemory
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
-
-_CHUNK = 1 << 26
-_HUGE_PAGE = 1 << 21
-_LINE = 64
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether matrices of this type can be packed here."""
     return device.type == "cpu" and dtype in _TYPES and native() is not None
-
-
-class WeightMemory:
-    """Memory for packed matrices one after the other, on huge pages where the system grants them: reading it misses
-    fewer translations of addresses. Given back when none of the tensors is left."""
-
-    def __init__(self) -> None:
-        self._chunk = torch.empty(0, dtype=torch.uint8)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor that begins at a cache line."""
-        nbytes = dtype.itemsize
-        for length in shape:
-            nbytes *= length
-        room = -(-nbytes // _LINE) * _LINE
-        if room > self._chunk.numel():
-            self._chunk = _map(max(room, _CHUNK))
-        taken, self._chunk = self._chunk[:nbytes], self._chunk[room:]
-        return taken.view(dtype).view(shape)
-
-
-def _map(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] that begins at a huge page. Pages that are never written take no memory."""
-    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=private)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)
-    whole = torch.frombuffer(mapped, dtype=torch.uint8)
-    start = -whole.data_ptr() % _HUGE_PAGE
-    return whole[start : start + nbytes]
 
 
 class PackedMatrix:
@@ -64,7 +29,7 @@ class PackedMatrix:
     __slots__ = ("_address", "_library", "_type", "data", "dtype", "inputs", "outputs")
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, memory: WeightMemory):
-        """Empty. Raises ValueError where `packs` is false."""
+        """What `memory` gives. Raises ValueError where `packs` is false."""
         library = native()
         if library is None or dtype not in _TYPES:
             raise ValueError(f"there is no packed form of {dtype} here")

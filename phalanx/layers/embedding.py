@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.distributed.partition import Partition
+from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import LinearContext
 from phalanx.layers.weights import WeightSlot
@@ -28,8 +29,8 @@ class VocabularyTable(Layer):
         self.width = width
         self.split = not vocabulary.is_whole
         rows = self.stop - self.start
-        self.storage = self.scheme.create(rows, width, context.dtype, context.device)
-        self.bias = torch.zeros(rows, dtype=context.dtype, device=context.device) if bias else None
+        self.storage = self.scheme.create(rows, width, context.dtype, context.memory)
+        self.bias = context.memory.full((rows,), context.dtype, 0.0) if bias else None
 
     def slots(self) -> Iterator[WeightSlot]:
         target = self.scheme.rows(self.storage, 0, self.stop - self.start)
@@ -62,10 +63,10 @@ class VocabularyTable(Layer):
 class PositionTable(Layer):
     """Learned positions. Whole on every rank."""
 
-    def __init__(self, name: str, rows: int, width: int, offset: int, dtype: torch.dtype, device: torch.device):
+    def __init__(self, name: str, rows: int, width: int, offset: int, dtype: torch.dtype, memory: WeightMemory):
         self.name = name
         self.offset = offset
-        self.weight = torch.empty(rows, width, dtype=dtype, device=device)
+        self.weight = memory.empty((rows, width), dtype)
 
     def slots(self) -> Iterator[WeightSlot]:
         yield WeightSlot(f"{self.name}.weight", self.weight, (0, self.weight.shape[0]), (0, self.weight.shape[1]))

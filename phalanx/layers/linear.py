@@ -14,6 +14,7 @@ import torch
 
 from phalanx.distributed.collectives import Group
 from phalanx.distributed.partition import Partition
+from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.layer import Layer
 from phalanx.layers.weights import WeightSlot
 from phalanx.quantization.base import Scheme
@@ -28,7 +29,7 @@ class LinearContext:
     group: Group
     scheme: Scheme
     dtype: torch.dtype
-    device: torch.device
+    memory: WeightMemory
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Linear(Layer):
         self.inputs = inputs
         self.context = context
         rows = sum(o.partition.length(context.rank) for o in outputs)
-        self.storage = context.scheme.create(rows, inputs.length(context.rank), context.dtype, context.device)
-        self.bias = torch.zeros(rows, dtype=context.dtype, device=context.device) if bias else None
+        self.storage = context.scheme.create(rows, inputs.length(context.rank), context.dtype, context.memory)
+        self.bias = context.memory.full((rows,), context.dtype, 0.0) if bias else None
 
     def slots(self) -> Iterator[WeightSlot]:
         rank, start = self.context.rank, 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from phalanx.kernels.pointwise import add_norm
+from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.layer import Layer
 from phalanx.layers.weights import WeightSlot
 
@@ -19,15 +20,15 @@ class Norm(Layer):
 
     def __init__(
         self, name: str, size: int, kind: str, eps: float, *, affine: bool, wide: bool, dtype: torch.dtype,
-        device: torch.device,
+        memory: WeightMemory,
     ):  # fmt: skip
         self.name = name
         self.size = size
         self.eps = eps
         self.layer = kind == "layer"
         kept = torch.float32 if wide else dtype
-        self.weight = torch.ones(size, dtype=kept, device=device) if affine else None
-        self.bias = torch.zeros(size, dtype=kept, device=device) if affine and self.layer else None
+        self.weight = memory.full((size,), kept, 1.0) if affine else None
+        self.bias = memory.full((size,), kept, 0.0) if affine and self.layer else None
 
     def slots(self) -> Iterator[WeightSlot]:
         for kind, target in (("weight", self.weight), ("bias", self.bias)):

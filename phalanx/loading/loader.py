@@ -19,6 +19,7 @@ from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import CheckpointError
 from phalanx.kernels.block_matmul import IntegerRows
+from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.weights import WeightSlot
 from phalanx.loading import integers
 from phalanx.loading.dummy import fill_dummy
@@ -39,13 +40,25 @@ def load_decoder(
     checkpoint: Checkpoint | None, spec: DecoderSpec, *, mesh: Mesh, rank: int, groups: Groups, dtype: torch.dtype,
     device: torch.device, backend: AttentionBackend, load_format: str = "auto",
     progress: Progress | None = None, scheme: Scheme | None = None, split: Split | None = None,
+    memory: WeightMemory | None = None,
 ) -> Decoder:  # fmt: skip
-    """The decoder of `rank`, filled. `load_format` "dummy" fills random numbers and needs no checkpoint.
+    """The decoder of `rank`, filled. `load_format` "dummy" fills random numbers and needs no checkpoint; nor is one
+    looked at where `memory`, in which the weights lie, is filled.
 
-    Raises CheckpointError when tensors are left over, missing or of the wrong shape.
+    Raises CheckpointError when tensors are left over, missing or of the wrong shape, ValueError for memory that was
+    filled with something else, as far as that can be told here.
     """
+
+    def build() -> Decoder:
+        return Decoder(spec, mesh, rank, groups, dtype, device, backend, scheme=scheme, split=split, memory=memory)
+
+    if memory is not None and memory.filled:
+        decoder = build()
+        for module in decoder.loadables():
+            module.finish()
+        return decoder
     if load_format == "dummy":
-        decoder = Decoder(spec, mesh, rank, groups, dtype, device, backend, scheme=scheme, split=split)
+        decoder = build()
         _fill_all(decoder, fill_dummy, progress)
         return decoder
     if checkpoint is None:
@@ -53,7 +66,7 @@ def load_decoder(
     table, tensors = weight_table(spec, checkpoint.format), checkpoint.tensors()
     binding = bind(table, tensors, spec.tensors)
     copies = bind_copies(table, tensors, spec.tensors)
-    decoder = Decoder(spec, mesh, rank, groups, dtype, device, backend, scheme=scheme, split=split)
+    decoder = build()
     with TensorReader() as reader:
         for name, pieces in copies.items():
             _check_copy(pieces[0], binding[name], reader)

@@ -67,7 +67,7 @@ def attention_shape(spec: AttentionSpec, split: Split, rank: int) -> AttentionSh
 
 def make_norm(name: str, spec: NormSpec, size: int, linear: LinearContext) -> Norm:
     return Norm(
-        name, size, spec.kind, spec.eps, affine=spec.affine, wide=spec.wide, dtype=linear.dtype, device=linear.device
+        name, size, spec.kind, spec.eps, affine=spec.affine, wide=spec.wide, dtype=linear.dtype, memory=linear.memory
     )
 
 

@@ -20,6 +20,7 @@ from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.partition import Partition
 from phalanx.distributed.pulse import Pulse
+from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.embedding import PositionTable, VocabularyTable
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import LinearContext, ReplicatedLinear
@@ -32,11 +33,12 @@ from phalanx.quantization.base import Scheme, Unquantized, choose_scheme
 
 
 class Decoder(Layer):
-    """One rank's part of a model. Weights are empty until the loader fills them."""
+    """One rank's part of a model. Weights are empty until the loader fills them, or lie in `memory` that is filled."""
 
     def __init__(
         self, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups, dtype: torch.dtype, device: torch.device,
         backend: AttentionBackend, *, scheme: Scheme | None = None, split: Split | None = None,
+        memory: WeightMemory | None = None,
     ):  # fmt: skip
         self.spec = spec
         self.place = mesh.place(rank)
@@ -50,7 +52,8 @@ class Decoder(Layer):
         self.layer_range = self.split.layers.ranges[self.place.pp]
         self.is_first = self.place.pp == 0
         self.is_last = self.place.pp == mesh.pp - 1
-        linear = LinearContext(self.place.tp, groups.tp, scheme or choose_scheme(None, dtype, device), dtype, device)
+        scheme, memory = scheme or choose_scheme(None, dtype, device), memory or WeightMemory(device)
+        linear = LinearContext(self.place.tp, groups.tp, scheme, dtype, memory)
         own = spec.layers[slice(*self.layer_range)]
         ropes = list(dict.fromkeys(layer.attention.rope for layer in own if layer.attention.rope is not None))
         context = BlockContext(spec.hidden_size, self.split, backend, linear, ropes)
@@ -64,7 +67,6 @@ class Decoder(Layer):
 
     def _build_outer(self, linear: LinearContext) -> None:
         spec, embedding, width = self.spec, self.spec.embedding, self.spec.embedding.width
-        dtype, device = linear.dtype, linear.device
 
         def table(name: str, bias: bool, *, multiplied: bool) -> VocabularyTable:
             stored = multiplied or linear.scheme.stores_tables
@@ -78,8 +80,9 @@ class Decoder(Layer):
         self.positions = None
         if self.is_first and embedding.positions is not None:
             self.positions = PositionTable(
-                "positions", embedding.positions, spec.hidden_size, embedding.position_offset, dtype, device
-            )
+                "positions", embedding.positions, spec.hidden_size, embedding.position_offset, linear.dtype,
+                linear.memory,
+            )  # fmt: skip
         self.project_in = None
         if self.is_first and projects:
             self.project_in = ReplicatedLinear("project_in", spec.hidden_size, width, False, linear)

@@ -1,7 +1,8 @@
 """The seam between a linear layer and the way its weights are stored: one `Scheme` a model.
 
 A layer asks the scheme to `create` storage for its rows and columns, the loader fills the rows, `finish` turns the
-storage into the form that computes fastest, and `apply` multiplies; a token table is also looked up in. Covers
+storage into the form that computes fastest, and `apply` multiplies; a token table is also looked up in. What stays lies
+in a `WeightMemory`; where that is filled already, nothing is loaded, and `finish` finds the form in it. Covers
 unquantised weights: as they are, and packed for the native library. Quantised schemes come behind the same protocol.
 """
 
@@ -16,7 +17,8 @@ from phalanx.checkpoint.quantized import METHODS
 from phalanx.errors import UnsupportedModel
 from phalanx.kernels.block_matmul import IntegerRows
 from phalanx.kernels.library import native
-from phalanx.kernels.matmul import PackedMatrix, WeightMemory, packs, rows_twin
+from phalanx.kernels.matmul import PackedMatrix, packs, rows_twin
+from phalanx.kernels.weight_memory import WeightMemory
 
 Storage = dict[str, Any]
 
@@ -54,8 +56,8 @@ class Scheme(Protocol):
     stores_tables: bool
     """Whether token tables are stored in this form too."""
 
-    def create(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        """Empty storage of a matrix [outputs, inputs]."""
+    def create(self, outputs: int, inputs: int, dtype: torch.dtype, memory: WeightMemory) -> Storage:
+        """Storage of a matrix [outputs, inputs], empty or in filled memory."""
         ...
 
     def rows(self, storage: Storage, start: int, stop: int) -> torch.Tensor | RowTarget:
@@ -63,7 +65,7 @@ class Scheme(Protocol):
         ...
 
     def finish(self, storage: Storage) -> None:
-        """All rows are filled."""
+        """All rows are filled, or the memory is."""
         ...
 
     def apply(
@@ -87,8 +89,8 @@ class Unquantized:
     shard_unit = 1
     stores_tables = False
 
-    def create(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        return {"weight": torch.empty(outputs, inputs, dtype=dtype, device=device)}
+    def create(self, outputs: int, inputs: int, dtype: torch.dtype, memory: WeightMemory) -> Storage:
+        return {"weight": memory.empty((outputs, inputs), dtype)}
 
     def rows(self, storage: Storage, start: int, stop: int) -> torch.Tensor:
         weight: torch.Tensor = storage["weight"]
@@ -118,14 +120,16 @@ class Packed(Unquantized):
 
     name = "packed"
 
-    def __init__(self) -> None:
-        self._memory = WeightMemory()
+    def create(self, outputs: int, inputs: int, dtype: torch.dtype, memory: WeightMemory) -> Storage:
+        return {"weight": torch.empty(outputs, inputs, dtype=dtype), "memory": memory}
 
     def finish(self, storage: Storage) -> None:
         plain: torch.Tensor = storage.pop("weight")
+        memory: WeightMemory = storage.pop("memory")
         outputs, inputs = plain.shape
-        storage["packed"] = matrix = PackedMatrix(outputs, inputs, plain.dtype, self._memory)
-        matrix.fill(plain)
+        storage["packed"] = matrix = PackedMatrix(outputs, inputs, plain.dtype, memory)
+        if not memory.filled:
+            matrix.fill(plain)
 
     def apply(
         self, storage: Storage, x: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False

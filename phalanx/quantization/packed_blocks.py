@@ -7,9 +7,10 @@ has as plain numbers stays so, beside the blocks, and is multiplied by the schem
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
 from phalanx.kernels.block_matmul import (
@@ -20,8 +21,23 @@ from phalanx.kernels.block_matmul import (
     pack_integers,
     same_columns,
 )
-from phalanx.kernels.matmul import WeightMemory
+from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.quantization.base import Scheme, Storage
+
+
+class _Rows(NamedTuple):
+    """What is noted of rows of a matrix, for who finds them in filled memory."""
+
+    start: int
+    kind: str
+    """Empty for plain numbers."""
+    outputs: int
+    nbytes: int = 0
+    inputs: int = 0
+    lead: int = 0
+    phase: int = 0
+    shift: int = 0
+    ordered: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,12 +54,40 @@ class _Matrix:
 
     inputs: int
     dtype: torch.dtype
-    device: torch.device
     memory: WeightMemory
     filled: dict[int, PackedBlocks | torch.Tensor] = field(default_factory=dict)
-    """By first row."""
+    """By first row, in the order in which they came."""
     pieces: list[BlockProduct | _Plain] = field(default_factory=list)
     """In the order of the rows, when all are filled."""
+
+    def note(self) -> None:
+        """Of all rows, in the order in which they came; what says the order of their columns is kept behind them."""
+        noted = []
+        for start, rows in self.filled.items():
+            if isinstance(rows, torch.Tensor):
+                noted.append(_Rows(start, "", len(rows)))
+                continue
+            ordered = rows.order is not None
+            shape = (rows.outputs, rows.data.nbytes, rows.inputs, rows.lead, rows.phase, rows.shift)
+            noted.append(_Rows(start, rows.kind, *shape, ordered))
+            if rows.order is not None:
+                kept = self.memory.empty(tuple(rows.order.shape), rows.order.dtype).copy_(rows.order)
+                self.filled[start] = replace(rows, order=kept)
+        self.memory.note(noted)
+
+    def find(self) -> None:
+        """As noted."""
+        noted = msgspec.convert(self.memory.next_note(), list[_Rows])
+        for start, kind, outputs, nbytes, inputs, lead, phase, shift, _ in noted:
+            if kind:
+                data = self.memory.empty((nbytes,), torch.uint8)
+                self.filled[start] = PackedBlocks(data, kind, outputs, inputs, lead, phase, shift)
+            else:
+                self.filled[start] = torch.empty(outputs, self.inputs, dtype=self.dtype)
+        for rows in noted:
+            found = self.filled[rows.start]
+            if rows.ordered and isinstance(found, PackedBlocks):
+                self.filled[rows.start] = replace(found, order=self.memory.empty((rows.inputs,), torch.int64))
 
 
 @dataclass(frozen=True)
@@ -90,16 +134,19 @@ class PackedBlockScheme:
     def __init__(self, name: str, plain: Scheme):
         self.name = name
         self._plain = plain
-        self._memory = WeightMemory()
 
-    def create(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> Storage:
-        return {"matrix": _Matrix(inputs, dtype, device, self._memory)}
+    def create(self, outputs: int, inputs: int, dtype: torch.dtype, memory: WeightMemory) -> Storage:
+        return {"matrix": _Matrix(inputs, dtype, memory)}
 
     def rows(self, storage: Storage, start: int, stop: int) -> BlockRows:
         return BlockRows(storage["matrix"], start, stop, self.name == "int8")
 
     def finish(self, storage: Storage) -> None:
         matrix: _Matrix = storage["matrix"]
+        if matrix.memory.filled:
+            matrix.find()
+        else:
+            matrix.note()
         together: list[PackedBlocks | torch.Tensor] = []
         for _, rows in sorted(matrix.filled.items(), key=lambda item: item[0]):
             if together and not _go_together(together[0], rows):
@@ -116,9 +163,10 @@ class PackedBlockScheme:
         if packed:
             return BlockProduct(packed)
         numbers = torch.cat([r for r in rows if isinstance(r, torch.Tensor)])
-        storage = self._plain.create(len(numbers), matrix.inputs, matrix.dtype, matrix.device)
-        target: Any = self._plain.rows(storage, 0, len(numbers))
-        target.copy_(numbers)
+        storage = self._plain.create(len(numbers), matrix.inputs, matrix.dtype, matrix.memory)
+        if not matrix.memory.filled:
+            target: Any = self._plain.rows(storage, 0, len(numbers))
+            target.copy_(numbers)
         self._plain.finish(storage)
         return _Plain(storage, len(numbers))
 

@@ -9,15 +9,18 @@ A worker keeps nothing that its engine could not give it again, so `reset` only 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 from phalanx import env
 from phalanx.attention import registry as attention_registry
-from phalanx.checkpoint.fingerprint import fingerprint
+from phalanx.checkpoint.fingerprint import changed, fingerprint
 from phalanx.checkpoint.locate import Checkpoint, locate
 from phalanx.config import EngineConfig
 from phalanx.distributed.collectives import Groups
@@ -25,8 +28,10 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.pulse import Pulse
 from phalanx.errors import ConfigError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerStatus
-from phalanx.kernels.library import use_threads
+from phalanx.kernels.library import describe, use_threads
 from phalanx.kernels.matmul import packs
+from phalanx.kernels.weight_memory import WeightMemory
+from phalanx.loading.image import Image, Keeper, NewImage, image_key, open_image
 from phalanx.loading.loader import load_decoder
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import read_spec
@@ -46,6 +51,8 @@ from phalanx.worker.stage_link import StageLink
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
+log = logging.getLogger(__name__)
+
 _WARM_UP_TOKENS = 16
 _WARM_UP_STEPS = 2
 """After the prompt: one to warm up, one to measure."""
@@ -54,20 +61,23 @@ _WARM_UP_STEPS = 2
 def open_worker(
     config: EngineConfig, *, mesh: Mesh | None = None, rank: int = 0, groups: Groups | None = None,
     tensor_weights: Sequence[Sequence[float]] = (), stage_layers: Sequence[int] = (), node_ranks: int = 1,
-    longest: int = 0, pulse: Pulse | None = None,
+    longest: int = 0, pulse: Pulse | None = None, weights: str = "", keeper: Keeper | None = None,
 ) -> Worker:  # fmt: skip
     """A worker for the configured model, not loaded yet. `config` is resolved. Raises UserError.
 
     `tensor_weights` (per stage) and `stage_layers` say how the model is cut; both are even when empty. `node_ranks`
     ranks share this host's memory. A request of `longest` tokens must fit, or of --max-model-len. `pulse` shows its
-    progress.
+    progress. `weights` is the fingerprint of those that are wanted, where that is known. `keeper` has the image of the
+    weights of a rank that this one replaces, or keeps this one's.
     """
     checkpoint = locate(config.model.model, revision=config.model.revision)
     spec = with_stored(read_spec(checkpoint.config), checkpoint, config.model.quantization)
     mesh = mesh or Mesh()
     stage = mesh.place(rank).pp
     split = Split.of(spec, mesh, stage, stage_layers=stage_layers, tensor_weights=tensor_weights)
-    return Worker(config, checkpoint, spec, mesh, rank, groups or Groups(), split, node_ranks, longest, pulse)
+    return Worker(
+        config, checkpoint, spec, mesh, rank, groups or Groups(), split, node_ranks, longest, pulse, weights, keeper
+    )
 
 
 class Worker:
@@ -76,6 +86,7 @@ class Worker:
     def __init__(
         self, config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, mesh: Mesh, rank: int, groups: Groups,
         split: Split | None = None, node_ranks: int = 1, longest: int = 0, pulse: Pulse | None = None,
+        weights: str = "", keeper: Keeper | None = None,
     ):  # fmt: skip
         """Raises ConfigError for a device that is not there, or a mesh that the model cannot be cut for."""
         self.config = config
@@ -97,6 +108,10 @@ class Worker:
         """What decided the size of the KV cache."""
         self.attention_reason = ""
         """Which attention backend runs, and why."""
+        self._scheme = choose_scheme(config.model.quantization, DTYPES[config.model.dtype], self.device)
+        self._keeper = keeper if self.device.type == "cpu" else None
+        self._image: Image | None = None
+        self._wanted = weights
         self._fingerprint = ""
         self._weights = 0
         self._activations = 0
@@ -118,14 +133,15 @@ class Worker:
         self._activations = activation_bytes(
             self.spec, model.dtype, tokens=scheduler.max_num_batched_tokens, rows=scheduler.max_num_sampled
         )
-        check_before_loading(
-            self._needs(), self._memory(), self.config.cache, device=self.device.type, dtype=model.dtype
-        )
+        memory, self._image = self._memory(), self._left()
+        if self._image is not None:  # what it takes, it has taken already
+            memory = Memory(memory.total, memory.available + self._image.nbytes)
+        check_before_loading(self._needs(), memory, self.config.cache, device=self.device.type, dtype=model.dtype)
         self._checked = True
 
     def load(self, progress: LoadProgress | None = None) -> None:
-        """Read the weights. Raises NotEnoughMemory before reading any when they cannot fit (unless `check_memory` was
-        called before), CheckpointError."""
+        """Read the weights, or find them in the image. Raises NotEnoughMemory before reading any when they cannot fit
+        (unless `check_memory` was called before), CheckpointError."""
         if not self._checked:
             self.check_memory()
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
@@ -139,28 +155,84 @@ class Worker:
             if progress is not None:
                 progress("weights", share)
 
+        self._decoder = self._found(loaded) or self._read(loaded)
+        self._decoder.pulse = self.pulse
+        self._weights = self._decoder.nbytes
+
+    def _left(self) -> Image | None:
+        """The image of what this rank is to hold, if there is one."""
+        if self._keeper is None or self._keeper.left is None:
+            return None
+        image = open_image(self._keeper.left, self._image_key(self._keeper))
+        return None if image is None or self._wanted not in ("", image.header.fingerprint) else image
+
+    def _found(self, progress: Callable[[float], None]) -> Decoder | None:
+        """From the image."""
+        image, self._image = self._image, None
+        if image is None:
+            return None
+        try:
+            memory = image.memory()
+            decoder = self._filled(memory, progress)
+        except (OSError, ValueError, msgspec.ValidationError) as error:
+            log.warning("The image of the weights cannot be used (%s); they are read again.", error)
+            return None
+        if memory.asked != image.header.asked:
+            log.warning("The image of the weights has others than this rank's; they are read again.")
+            return None
+        self._fingerprint = image.header.fingerprint
+        progress(1.0)
+        return decoder
+
+    def _read(self, progress: Callable[[float], None]) -> Decoder:
+        """From the checkpoint; an image is left for whoever comes next. Raises CheckpointError."""
+        self._fingerprint = fingerprint(self.checkpoint)
+        if self._wanted not in ("", self._fingerprint):
+            raise changed(f"the model on {platform.node()}")
+        if self._keeper is None:
+            return self._filled(None, progress)
+        try:
+            image = NewImage(self._weights)
+        except OSError as error:
+            log.debug("no image of the weights: %s", error)
+            return self._filled(None, progress)
+        with contextlib.closing(image):
+            decoder = self._filled(image.memory, progress)
+            try:
+                fd = image.seal(self._image_key(self._keeper), self._fingerprint, decoder.nbytes)
+                if fd is not None:
+                    self._keeper.keep(fd)
+                    os.close(fd)
+            except OSError as error:
+                log.warning("No image of the weights is kept, so a lost rank would read them again: %s.", error)
+        return decoder
+
+    def _filled(self, memory: WeightMemory | None, progress: Callable[[float], None]) -> Decoder:
         model = self.config.model
         attention = attention_registry.choose(
             self.device.type, dtype=model.dtype, cache_dtype=self.config.cache.kv_cache_dtype
         )
         self.attention_reason = f"{attention.backend.name}: {attention.reason}"
-        self._fingerprint = fingerprint(self.checkpoint)
-        self._decoder = load_decoder(
+        return load_decoder(
             self.checkpoint,
             self.spec,
             mesh=self.mesh,
             rank=self.rank,
             groups=self.groups,
-            dtype=dtype,
+            dtype=DTYPES[model.dtype],
             device=self.device,
             backend=attention.backend,
             load_format="dummy" if model.load_format == "dummy" else "auto",
-            progress=loaded,
+            progress=progress,
             split=self.split,
-            scheme=choose_scheme(model.quantization, DTYPES[model.dtype], self.device),
+            scheme=self._scheme,
+            memory=memory,
         )
-        self._decoder.pulse = self.pulse
-        self._weights = self._decoder.nbytes
+
+    def _image_key(self, keeper: Keeper) -> str:
+        model = self.config.model
+        shown = (keeper.share, self.spec, self.mesh, self.rank, self.split, model.dtype, self._scheme.name)
+        return image_key(*shown, model.load_format, describe())
 
     def rejoin(self, groups: Groups) -> None:
         """The transports of a new epoch; the weights stay. `allocate` makes the rest new."""

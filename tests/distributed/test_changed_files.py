@@ -8,26 +8,18 @@ import signal
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from phalanx.checkpoint.fingerprint import fingerprint
 from phalanx.checkpoint.locate import locate
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import CheckpointError
 from tests.helpers.rank_processes import mp_executor, pids
-from tests.helpers.worker_model import engine_config
+from tests.helpers.worker_model import engine_config, retrain
 
 
 @pytest.fixture
 def own_model(rank_model, tmp_path) -> Path:
     return Path(shutil.copytree(rank_model, tmp_path / "own"))
-
-
-def retrain(model: Path) -> None:
-    """The same names, shapes and sizes, other numbers."""
-    weights = load_file(model / "model.safetensors")
-    save_file({name: tensor * 1.25 for name, tensor in weights.items()}, model / "new")
-    os.replace(model / "new", model / "model.safetensors")
 
 
 def test_ranks_of_other_weights_are_refused_until_the_files_are_back(supervisor, own_model, rank_model):
@@ -39,6 +31,8 @@ def test_ranks_of_other_weights_are_refused_until_the_files_are_back(supervisor,
         for epoch in (1, 2):
             if epoch == 1:
                 os.kill(pids(executor)[1], signal.SIGKILL)
+                assert supervisor.cause(1, 5)
+                supervisor.let_go()  # else there is an image of the right ones
             with pytest.raises(CheckpointError, match="not those that the server started with") as caught:
                 executor.restart(epoch)
             assert caught.value.fix

@@ -8,8 +8,12 @@ import subprocess
 
 import pytest
 
+from phalanx.distributed.address import Address, node_id
 from phalanx.executor import supervisor
+from phalanx.executor.messages import RankStart
 from phalanx.executor.supervisor import Ended, Supervisor, decode_from_supervisor, receive
+
+START = RankStart(2, Address(-1, node_id(), "nowhere"), b"")
 
 
 @pytest.mark.parametrize(
@@ -24,12 +28,12 @@ def test_memory_is_blamed_for_what_the_kernel_does_then(command: str, cause: str
     """It ran out somewhere on this machine at that time."""
     monkeypatch.setattr(supervisor.MemoryKills, "blame", lambda self, process: "out of memory")
     ours, theirs = socket.socketpair()
-    words, pen = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    os.close(pen)
+    words, pen = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    pen.close()
     watcher = Supervisor(theirs, os.getpid())
     child = subprocess.Popen(["sh", "-c", command])
     pidfd = os.pidfd_open(child.pid)
-    watcher._ranks[pidfd] = supervisor._Child(2, child.pid, words)
+    watcher._ranks[pidfd] = supervisor._Child(START, child.pid, words)
     with ours, theirs:
         watcher._reap(pidfd)
         child.returncode = 0  # it is reaped

@@ -13,6 +13,7 @@ from phalanx.attention.base import AttentionShape, LayerCache, StepLayout
 from phalanx.attention.native import NativeAttention, NativeCache
 from phalanx.attention.sdpa import SdpaAttention
 from phalanx.kernels.library import use_threads
+from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.norm import Norm
 from phalanx.layers.rotary import Rotary, Turn
 
@@ -184,7 +185,7 @@ def test_any_mix(
 def norms(dim: int, dtype: torch.dtype, wide: bool) -> list[Norm]:
     made = []
     for name in "qk":
-        norm = Norm(name, dim, "rms", 1e-6, affine=True, wide=wide, dtype=dtype, device=CPU)
+        norm = Norm(name, dim, "rms", 1e-6, affine=True, wide=wide, dtype=dtype, memory=WeightMemory())
         assert norm.weight is not None
         norm.weight.copy_(torch.randn(dim))
         made.append(norm)
@@ -243,7 +244,8 @@ def test_merged(shape: AttentionShape, what: str, dtype: torch.dtype) -> None:
 
 
 def widened(norm: Norm) -> Norm:
-    wide = Norm(norm.name, norm.size, "rms", norm.eps, affine=True, wide=False, dtype=torch.float32, device=CPU)
+    own = WeightMemory()
+    wide = Norm(norm.name, norm.size, "rms", norm.eps, affine=True, wide=False, dtype=torch.float32, memory=own)
     assert norm.weight is not None and wide.weight is not None
     wide.weight.copy_(norm.weight)
     return wide

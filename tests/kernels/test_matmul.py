@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from phalanx.kernels.matmul import PackedMatrix, WeightMemory, multiply_twin, pack_twin, packs, rows_twin
+from phalanx.kernels.matmul import PackedMatrix, multiply_twin, pack_twin, packs, rows_twin
+from phalanx.kernels.weight_memory import WeightMemory
 
 pytestmark = pytest.mark.usefixtures("instruction_set", "threads")
 

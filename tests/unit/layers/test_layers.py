@@ -13,6 +13,7 @@ from phalanx.distributed.partition import Partition
 from phalanx.errors import UnsupportedModel
 from phalanx.kernels.matmul import packs
 from phalanx.kernels.pointwise import activate
+from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.embedding import PositionTable, VocabularyTable
 from phalanx.layers.linear import ColumnLinear, LinearContext, Output, ReplicatedLinear, RowLinear
 from phalanx.layers.norm import Norm
@@ -28,7 +29,8 @@ SCHEMES = [Unquantized(), *([Packed()] if packs(torch.float32, CPU) else [])]
 
 
 def context(group: LockstepGroup | None = None, dtype: torch.dtype = torch.float32) -> LinearContext:
-    return LinearContext(0 if group is None else group.rank, group or SingleGroup(), Unquantized(), dtype, CPU)
+    rank = 0 if group is None else group.rank
+    return LinearContext(rank, group or SingleGroup(), Unquantized(), dtype, WeightMemory())
 
 
 def load(layer: Loadable, weights: dict[str, torch.Tensor]) -> None:
@@ -90,7 +92,7 @@ def test_vocabulary_over_ranks(scheme: Scheme) -> None:
 
 
 def test_position_table_offset() -> None:
-    table = PositionTable("p", 6, 3, 2, torch.float32, CPU)
+    table = PositionTable("p", 6, 3, 2, torch.float32, WeightMemory())
     table.weight.copy_(torch.arange(18.0).view(6, 3))
     assert table(torch.tensor([0, 3]))[:, 0].tolist() == [6.0, 15.0]
 
@@ -101,7 +103,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     x, weight = (torch.randn(3, 40) * 30).to(dtype), torch.randn(40)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     for wide in (False, True):
-        norm = Norm("n", 40, "rms", 1e-6, affine=True, wide=wide, dtype=dtype, device=CPU)
+        norm = Norm("n", 40, "rms", 1e-6, affine=True, wide=wide, dtype=dtype, memory=WeightMemory())
         load(norm, {"n.weight": weight})
         kept = weight.double() if wide else weight.to(dtype).double()
         assert norm.weight is not None and norm.weight.dtype == (torch.float32 if wide else dtype)
@@ -113,11 +115,11 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 
 def test_layer_norm_with_and_without_weights() -> None:
     x = torch.randn(3, 8)
-    norm = Norm("n", 8, "layer", 1e-5, affine=True, wide=False, dtype=torch.float32, device=CPU)
+    norm = Norm("n", 8, "layer", 1e-5, affine=True, wide=False, dtype=torch.float32, memory=WeightMemory())
     weights = {"n.weight": torch.randn(8), "n.bias": torch.randn(8)}
     load(norm, weights)
     assert torch.allclose(norm(x), F.layer_norm(x, (8,), weights["n.weight"], weights["n.bias"], 1e-5))
-    bare = Norm("n", 8, "layer", 1e-5, affine=False, wide=False, dtype=torch.float32, device=CPU)
+    bare = Norm("n", 8, "layer", 1e-5, affine=False, wide=False, dtype=torch.float32, memory=WeightMemory())
     assert not list(bare.slots()) and torch.allclose(bare(x), F.layer_norm(x, (8,)))
 
 
@@ -161,7 +163,7 @@ def test_activations() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 40])
 def test_schemes_multiply_and_look_up_alike(rows: int, dtype: torch.dtype, scheme: Scheme) -> None:
     weight, bias, x = torch.randn(33, 29).to(dtype), torch.randn(33).to(dtype), torch.randn(rows, 29).to(dtype)
-    storage = scheme.create(33, 29, dtype, CPU)
+    storage = scheme.create(33, 29, dtype, WeightMemory())
     scheme.rows(storage, 0, 33).copy_(weight)
     assert scheme.nbytes(storage) == weight.nbytes
     scheme.finish(storage)
