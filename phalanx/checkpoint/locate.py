@@ -85,10 +85,12 @@ def locate_config(
     if model is not None and path is None:
         path = hub.fetch_snapshot(model, revision, progress, weights=False)
     if path is not None and path.is_dir():
-        _check_links(path)
+        names = _check_links(path)
         config = _read_json(path, "config.json")
         if config is not None:
-            return _folder_name(path), config, None
+            # How much of a model is quantised, only its tensors tell.
+            looked_at = read_layout(config) is not None and bool(_weight_files(path, names))
+            return _folder_name(path), config, _from_folder(path, _folder_name(path)) if looked_at else None
     checkpoint = locate(model, revision=revision, progress=progress)
     return checkpoint.name, checkpoint.config, checkpoint
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phalanx.checkpoint.locate import locate
+from phalanx.checkpoint.locate import locate, locate_config
 from phalanx.checkpoint.quantized import QuantizedInfo
 from phalanx.config import EngineConfig, ModelConfig
 from phalanx.distributed.mesh import Mesh
@@ -272,6 +272,7 @@ def test_what_a_start_makes_of_it(made: Callable[[str], Made], monkeypatch: pyte
         assert _resolved(made("w8a8").path).quantization == "compressed-tensors"
     assert _resolved(path, dtype="float32").quantization == "none"
     assert _resolved(path, load_format="dummy").quantization == "none"
+    assert locate_config(str(path))[2] is not None and locate_config(str(made("gptq").plain))[2] is None
     for wrong in ("int8", "awq", "gguf"):
         with pytest.raises(ConfigError, match="none or gptq"):
             _resolved(path, quantization=wrong)
