@@ -9,6 +9,7 @@ from phalanx.config import EngineConfig, ParallelConfig, RecoveryConfig, ServerC
 from phalanx.engine.client import EngineInfo, EngineStatus
 from phalanx.planner.report import binding_line, cache_lines, layout_line, memory_table, split_lines, stage_line
 from phalanx.server.middleware import is_loopback
+from phalanx.speculative_config import SpeculativeConfig
 
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104 (compared with, not bound)
 
@@ -40,6 +41,7 @@ def summary(
         *memory_table(status.workers),
         *binding_line(status.workers),
         *stage_line(status.workers),
+        *_speculation(config.scheduler.speculation),
         *_recovery(config.recovery),
         *_safety(config.server),
         "",
@@ -77,6 +79,12 @@ def _layout(parallel: ParallelConfig, mesh: dict[str, int]) -> str:
     sizes = [f"{axis} {size}" for axis, size in mesh.items() if size > 1]
     ranks = prod(mesh.values())
     return f"{ranks} worker{'s' if ranks > 1 else ''}" + (f" ({', '.join(sizes)})" if sizes else "")
+
+
+def _speculation(speculation: SpeculativeConfig | None) -> list[str]:
+    if speculation is None:
+        return []
+    return [f"Proposed tokens: up to {speculation.num_speculative_tokens} at a time, by {speculation.method}"]
 
 
 def _recovery(recovery: RecoveryConfig) -> list[str]:

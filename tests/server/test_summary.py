@@ -45,6 +45,13 @@ def test_replicas_are_named_and_their_caches_added_up() -> None:
     assert "Replicas" not in summary(config(), INFO, EngineStatus("ready"), ("m",), has_chat=True)
 
 
+def test_proposed_tokens_are_named() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 3}
+    text = summary(config(speculative_config=given), INFO, EngineStatus("ready"), ("m",), has_chat=True)
+    assert "Proposed tokens: up to 3 at a time, by ngram" in text
+    assert "Proposed" not in summary(config(), INFO, EngineStatus("ready"), ("m",), has_chat=True)
+
+
 def test_measured_times_of_stages() -> None:
     stages = [replace_worker(0, layers="0-16", step_s=0.008), replace_worker(1, layers="16-30", step_s=0.0091)]
     text = summary(config(), INFO, EngineStatus("ready", workers=stages), ("m",), has_chat=False)
