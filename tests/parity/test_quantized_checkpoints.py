@@ -4,6 +4,7 @@ what they compute, what each rank reads and holds, and what is refused."""
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from phalanx.errors import CheckpointError, ConfigError, FormatError
 from phalanx.kernels.library import native
 from phalanx.layers.linear import Linear
 from phalanx.loading import loader
+from phalanx.loading.image import NewImage, open_image
 from phalanx.loading.tensors import TensorReader
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import read_spec
@@ -242,6 +244,23 @@ def test_a_request_depends_on_no_other(made: Callable[[str], Made], name: str) -
     streams = [driver.stream(ids) for ids in (random_ids(9, seed=5), IDS, random_ids(17, seed=6))]
     found = [driver.step(streams, counts)[1] for counts in ((4, 20, 1), (1, 1, 8), (1, 1, 1), (3, 39, 7))]
     assert torch.equal(torch.cat(found).float(), alone)
+
+
+@needs_native
+def test_who_replaces_a_rank_finds_the_same_weights(case: Made) -> None:
+    """In the image that the rank has left: the integers, their places and the order of their inputs."""
+    new = NewImage(1 << 22)
+    first = packed(case, memory=new.memory)
+    expected, fd = logits_of(first), new.seal("key", "", first.nbytes)
+    assert fd is not None
+    try:
+        image = open_image(fd, "key")
+        assert image is not None
+        second = packed(case, memory=image.memory())
+        assert second.nbytes == first.nbytes
+        assert torch.equal(logits_of(second), expected)
+    finally:
+        os.close(fd)
 
 
 @needs_native
