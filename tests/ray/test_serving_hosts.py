@@ -100,7 +100,8 @@ def test_the_head_is_started_again(tiny: str, tmp_path: Path, kept: bool, layout
     """The server is on a worker's host. What it serves goes on either way; whether a rank that is lost afterwards can
     be replaced depends on whether the head remembers."""
     storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(tmp_path / "gcs")} if kept else {}
-    with ray_hosts((0, 2, 2), **storage) as bed:
+    cpus = 2 if layout == "-tp" else 1  # a replica on each host
+    with ray_hosts((0, cpus, cpus), **storage) as bed:
         served = Served(bed, tiny, layout, on=1)
         try:
 
@@ -120,7 +121,7 @@ def test_the_head_is_started_again(tiny: str, tmp_path: Path, kept: bool, layout
             ended = lambda: not any(raylets(bed.hosts[index]) for index in (1, 2))  # noqa: E731
             assert wait_until(ended, 90), served.serving.output
             for index in (2, 1):
-                bed.node(index, cpus=2)
+                bed.node(index, cpus=cpus)
             served.streams_through(lambda: None)
         finally:
             served.close()
