@@ -1,16 +1,7 @@
-#include "attention.hpp"
-
-#include <algorithm>
-#include <atomic>
 #include <cstdlib>
-#include <list>
-#include <memory>
 #include <new>
-#include <stdexcept>
-#include <vector>
 
-#include "bindings.hpp"
-#include "team.hpp"
+#include "attention_plan.hpp"
 
 namespace phalanx {
 namespace {
@@ -40,116 +31,9 @@ char* thread_memory(std::size_t bytes) {
   return memory.get();
 }
 
-struct Layer {
-  AttentionCall call{};
-  std::int64_t blocks;
-  std::vector<int> group_start, head_order;
+}  // namespace
 
-  Layer(const std::vector<int>& kv_head_of, int kv_heads, int dim, double scale, int window, double soft_cap,
-        int cache_type, bool tiled, int block_size, std::int64_t blocks, Address key, Address value)
-      : blocks(blocks), group_start{0} {
-    for (int kv = 0; kv < kv_heads; ++kv) {
-      for (std::size_t head = 0; head < kv_head_of.size(); ++head)
-        if (kv_head_of[head] == kv) head_order.push_back(static_cast<int>(head));
-      group_start.push_back(static_cast<int>(head_order.size()));
-    }
-    if (head_order.size() != kv_head_of.size()) throw std::invalid_argument("a query head reads a KV head that is not there");
-    if (!(scale > 0)) throw std::invalid_argument("the scale has to be above zero");
-    call.heads = static_cast<int>(kv_head_of.size());
-    call.kv_heads = kv_heads;
-    call.dim = dim;
-    call.group_start = group_start.data();
-    call.head_order = head_order.data();
-    call.scale = static_cast<float>(scale);
-    call.soft_cap = static_cast<float>(soft_cap);
-    call.window = window;
-    call.cache_type = static_cast<CacheType>(cache_type);
-    call.tiled = tiled;
-    call.block_size = block_size;
-    call.key_cache = at_address<char>(key);
-    call.value_cache = at_address<char>(value);
-  }
-  Layer(const Layer&) = delete;
-};
-
-// The tasks of a step for layers of one kind, the costliest first.
-struct Tasks {
-  int window;
-  std::vector<int> group_start;
-  int threads;
-
-  struct Split {
-    AttentionTask whole;
-    std::size_t at;  // rows of span results before this one's
-    int pieces;
-  };
-  std::vector<AttentionTask> pieces;
-  std::vector<Split> splits;
-  std::unique_ptr<std::atomic<int>[]> left;  // pieces of each split
-  std::size_t part_rows = 0;
-  std::vector<std::pair<int, int>> writes;  // (first token, count): keys and values stored before the tasks run
-  int most_rows = 1;
-};
-
-class Plan {
- public:
-  Plan(std::vector<int> query_start, std::vector<int> contexts, Address tables, int table_width, Address slots,
-       int block_size)
-      : starts_(std::move(query_start)), contexts_(std::move(contexts)), tables_(at_address<std::int32_t>(tables)),
-        slots_(at_address<std::int64_t>(slots)), width_(table_width), block_size_(block_size) {
-    if (starts_.size() != contexts_.size() + 1 || starts_[0] != 0 || block_size < 1)
-      throw std::invalid_argument("query_start has to have one entry more than context_lens, and to begin with 0");
-    for (std::size_t row = 0; row < contexts_.size(); ++row) {
-      const int count = starts_[row + 1] - starts_[row], context = contexts_[row];
-      if (count < 0 || context < count || context > static_cast<std::int64_t>(width_) * block_size)
-        throw std::invalid_argument("a row's tokens do not fit its context, or its context its blocks");
-      const int used = count ? (context + block_size - 1) / block_size : 0;
-      for (int i = 0; i < used; ++i) note(tables_[row * width_ + i]);
-    }
-    for (int token = 0; token < starts_.back(); ++token) note(slots_[token] < 0 ? -1 : slots_[token] / block_size);
-  }
-  Plan(const Plan&) = delete;
-
-  int tokens() const { return starts_.back(); }
-
-  // `call` completed by the step's tables. Throws where they point outside the layer's cache.
-  AttentionCall on(const Layer& layer) const {
-    if (lowest_ < 0 || highest_ >= layer.blocks || block_size_ != layer.call.block_size)
-      throw std::invalid_argument("the step uses blocks that the cache does not have");
-    AttentionCall call = layer.call;
-    call.tables = tables_;
-    call.table_width = width_;
-    call.slots = slots_;
-    return call;
-  }
-
-  Tasks& tasks(const Layer& layer) {
-    const int threads = team_size();
-    for (Tasks& tasks : tasks_)
-      if (tasks.window == layer.call.window && tasks.threads == threads && tasks.group_start == layer.group_start)
-        return tasks;
-    Tasks& made = tasks_.emplace_back();
-    make(layer, threads, made);
-    return made;
-  }
-
- private:
-  void note(std::int64_t block) {
-    lowest_ = std::min(lowest_, block);
-    highest_ = std::max(highest_, block);
-  }
-
-  void make(const Layer& layer, int threads, Tasks& made) const;
-
-  std::vector<int> starts_, contexts_;
-  const std::int32_t* tables_;
-  const std::int64_t* slots_;
-  int width_, block_size_;
-  std::int64_t lowest_ = 0, highest_ = 0;
-  std::list<Tasks> tasks_;
-};
-
-void Plan::make(const Layer& layer, int threads, Tasks& made) const {
+void AttentionPlan::make(const AttentionLayer& layer, int threads, AttentionTasks& made) const {
   made.window = layer.call.window;
   made.group_start = layer.group_start;
   made.threads = threads;
@@ -211,7 +95,7 @@ void Plan::make(const Layer& layer, int threads, Tasks& made) const {
       continue;
     }
     const int rows = task.count * (layer.group_start[task.kv_head + 1] - layer.group_start[task.kv_head]);
-    Tasks::Split split{task, made.part_rows, 0};
+    AttentionTasks::Split split{task, made.part_rows, 0};
     for (int at = task.first_span; at < task.last_span; at += step) {
       AttentionTask piece = task;
       piece.first_span = at;
@@ -230,7 +114,9 @@ void Plan::make(const Layer& layer, int threads, Tasks& made) const {
   for (std::size_t i = 0; i < made.splits.size(); ++i) made.left[i].store(made.splits[i].pieces);
 }
 
-void run(const AttentionCall& call, Tasks& tasks, bool writes) {
+namespace {
+
+void run(const AttentionCall& call, AttentionTasks& tasks, bool writes) {
   const Attention& kernels = attention();
   const std::size_t scratch = kernels.scratch_bytes(tasks.most_rows, call.dim);
   if (writes) {
@@ -249,7 +135,7 @@ void run(const AttentionCall& call, Tasks& tasks, bool writes) {
       kernels.attend(call, task, nullptr, memory);
       return;
     }
-    const Tasks::Split& split = tasks.splits[task.split];
+    const AttentionTasks::Split& split = tasks.splits[task.split];
     const int rows = task.count * (call.group_start[task.kv_head + 1] - call.group_start[task.kv_head]);
     float* first = parts + split.at * part;
     kernels.attend(call, task, first + static_cast<std::size_t>(task.first_span - split.whole.first_span) * rows * part,
@@ -261,10 +147,11 @@ void run(const AttentionCall& call, Tasks& tasks, bool writes) {
   });
 }
 
-// Norm and rotation of query and key, the write of the cache, attention. `norm_type` and `table_type`: -1 for none.
-void attend_merged(const Layer& layer, Plan& plan, Address qkv, int type, Address query_norm, Address key_norm,
-                   int norm_type, double eps, Address cos, Address sin, int table_type, int rope_dim, Address factor,
-                   Address out) {
+}  // namespace
+
+void attend_merged(const AttentionLayer& layer, AttentionPlan& plan, Address qkv, int type, Address query_norm,
+                   Address key_norm, int norm_type, double eps, Address cos, Address sin, int table_type, int rope_dim,
+                   Address factor, Address out) {
   AttentionCall call = plan.on(layer);
   const std::size_t item = type == 1 ? 2 : 4, keys = static_cast<std::size_t>(call.heads) * call.dim,
                     values = keys + static_cast<std::size_t>(call.kv_heads) * call.dim;
@@ -287,7 +174,9 @@ void attend_merged(const Layer& layer, Plan& plan, Address qkv, int type, Addres
   run(call, plan.tasks(layer), true);
 }
 
-void attend_cached(const Layer& layer, Plan& plan, Address query, int type, Address out, Address lse) {
+namespace {
+
+void attend_cached(const AttentionLayer& layer, AttentionPlan& plan, Address query, int type, Address out, Address lse) {
   AttentionCall call = plan.on(layer);
   call.type = type;
   call.query = at_address<void>(query);
@@ -298,7 +187,8 @@ void attend_cached(const Layer& layer, Plan& plan, Address query, int type, Addr
 }
 
 // Token i of `tokens` goes to slots[i]; its heads follow each other, and tokens are `pitch` numbers apart.
-void write_cache(const Layer& layer, Address slots, int tokens, Address key, Address value, std::size_t pitch, int type) {
+void write_cache(const AttentionLayer& layer, Address slots, int tokens, Address key, Address value, std::size_t pitch,
+                 int type) {
   AttentionCall call = layer.call;
   call.slots = at_address<std::int64_t>(slots);
   for (int i = 0; i < tokens; ++i)
@@ -316,12 +206,12 @@ void write_cache(const Layer& layer, Address slots, int tokens, Address key, Add
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  nb::class_<Layer>(m, "AttentionLayer")
+  nb::class_<AttentionLayer>(m, "AttentionLayer")
       .def(nb::init<const std::vector<int>&, int, int, double, int, double, int, bool, int, std::int64_t, Address,
                     Address>());
-  nb::class_<Plan>(m, "AttentionPlan")
+  nb::class_<AttentionPlan>(m, "AttentionPlan")
       .def(nb::init<std::vector<int>, std::vector<int>, Address, int, Address, int>())
-      .def_prop_ro("tokens", &Plan::tokens);
+      .def_prop_ro("tokens", &AttentionPlan::tokens);
   m.def("attend_merged", &attend_merged, nb::call_guard<nb::gil_scoped_release>());
   m.def("attend_cached", &attend_cached, nb::call_guard<nb::gil_scoped_release>());
   m.def("write_cache", &write_cache, nb::call_guard<nb::gil_scoped_release>());

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <memory>
 
-#include "bindings.hpp"
+#include "calls.hpp"
 #include "team.hpp"
 
 namespace phalanx {
@@ -303,11 +303,11 @@ constexpr std::size_t kTasksPerThread = 6;
 constexpr std::size_t kRowsPerTask = 128;  // whose activations stay in the second cache
 constexpr std::size_t kGroupsPerTask = 8;  // whose weights do so beside them, where there are many rows
 
-// y [rows, outputs] of the parts from x [rows, inputs], whose rows begin `step` numbers apart; `lead` zeros are put
-// before each.
-void block_matmul_call(Address x, std::size_t step_x, std::size_t rows, std::size_t inputs, std::size_t lead, int x_type,
-                       Address parts, std::size_t count, Address y, std::size_t stride, int y_type, Address bias,
-                       int bias_type) {
+}  // namespace
+
+void multiply_blocks(Address x, std::size_t step_x, std::size_t rows, std::size_t inputs, std::size_t lead, int x_type,
+                     Address parts, std::size_t count, Address y, std::size_t stride, int y_type, Address bias,
+                     int bias_type) {
   thread_local Scratch scratch;
   const std::size_t blocks = (lead + inputs + kBlock - 1) / kBlock;
   if (rows == 0) return;
@@ -356,14 +356,12 @@ void block_matmul_call(Address x, std::size_t step_x, std::size_t rows, std::siz
   });
 }
 
-}  // namespace
-
 void bind_block_matmul(nb::module_& m) {
   const auto free = nb::call_guard<nb::gil_scoped_release>();
   m.def("block_packed_bytes", &packed_bytes);
   m.def("block_pack", &pack, free);
   m.def("block_unpack", &unpack, free);
-  m.def("block_matmul", &block_matmul_call, free);
+  m.def("block_matmul", &multiply_blocks, free);
 }
 
 }  // namespace phalanx

@@ -33,6 +33,17 @@ Isa& chosen() {
 
 }  // namespace
 
+const std::vector<Isa>& compiled() {
+#if defined(__x86_64__)
+  static const std::vector<Isa> all{Isa::generic, Isa::avx2, Isa::avx512, Isa::avx512bf16};
+#elif defined(__aarch64__)
+  static const std::vector<Isa> all{Isa::generic, Isa::dotprod};
+#else
+  static const std::vector<Isa> all{Isa::generic};
+#endif
+  return all;
+}
+
 const std::vector<Isa>& available() {
   static const std::vector<Isa> found = detect();
   return found;

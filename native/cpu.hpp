@@ -9,7 +9,9 @@ namespace phalanx {
 
 enum class Isa { generic, avx2, avx512, avx512bf16, dotprod };
 
-// What this machine can run, the least first. avx512 includes VNNI, as avx512bf16 does.
+// What the library has kernels for, the least first.
+const std::vector<Isa>& compiled();
+// What this machine can run of them. avx512 includes VNNI, as avx512bf16 does.
 const std::vector<Isa>& available();
 // For tests: false when this machine cannot run it.
 bool choose(const std::string& name);

@@ -5,7 +5,7 @@
 #include <memory>
 #include <new>
 
-#include "bindings.hpp"
+#include "calls.hpp"
 #include "pointwise.hpp"
 #include "team.hpp"
 
@@ -78,8 +78,8 @@ struct Kernels {
 };
 
 template <typename T, typename Y>
-void product(const T* x, std::size_t x_stride, const T* w, const T* bias, Y* y, std::size_t rows, int depth,
-             int outputs) {
+void product(const T* x, std::size_t x_stride, const T* w, const T* bias, Y* y, std::size_t y_stride,
+             std::size_t rows, int depth, int outputs) {
   if (rows == 0 || outputs == 0) return;
   const Kernels kernels;
   const bool pairs = sizeof(T) == 2 && kernels.table.multiplies_pairs;
@@ -130,25 +130,28 @@ void product(const T* x, std::size_t x_stride, const T* w, const T* bias, Y* y, 
         }
       }
       kernels.finish(sums, static_cast<int>(first_row(end_tile) - first), width, bias == nullptr ? nullptr : bias + at,
-                     y + first * outputs + at, outputs);
+                     y + first * y_stride + at, y_stride);
     }
   });
 }
 
-// `wide` writes float32 from bfloat16.
-void multiply(Address x, std::size_t x_stride, Address w, Address bias, Address y, std::size_t rows, int depth,
-              int outputs, int type, bool wide) {
+}  // namespace
+
+void multiply_packed(Address x, std::size_t x_stride, Address w, Address bias, Address y, std::size_t y_stride,
+                     std::size_t rows, int depth, int outputs, int type, bool wide) {
   using Half = std::uint16_t;
   if (static_cast<Type>(type) == Type::f32)
-    product(at_address<float>(x), x_stride, at_address<float>(w), at_address<float>(bias), at_address<float>(y), rows,
-            depth, outputs);
+    product(at_address<float>(x), x_stride, at_address<float>(w), at_address<float>(bias), at_address<float>(y),
+            y_stride, rows, depth, outputs);
   else if (wide)
-    product(at_address<Half>(x), x_stride, at_address<Half>(w), at_address<Half>(bias), at_address<float>(y), rows,
-            depth, outputs);
+    product(at_address<Half>(x), x_stride, at_address<Half>(w), at_address<Half>(bias), at_address<float>(y), y_stride,
+            rows, depth, outputs);
   else
-    product(at_address<Half>(x), x_stride, at_address<Half>(w), at_address<Half>(bias), at_address<Half>(y), rows,
-            depth, outputs);
+    product(at_address<Half>(x), x_stride, at_address<Half>(w), at_address<Half>(bias), at_address<Half>(y), y_stride,
+            rows, depth, outputs);
 }
+
+namespace {
 
 // From or to rows: the block of output n, its width, and n's place in it.
 template <typename T>
@@ -227,7 +230,7 @@ void packed_rows(Address packed, Address ids, std::int64_t start, Address y, std
 }  // namespace
 
 void bind_matmul(nb::module_& m) {
-  m.def("matmul", &multiply, nb::call_guard<nb::gil_scoped_release>());
+  m.def("matmul", &multiply_packed, nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_matrix", &pack, nb::call_guard<nb::gil_scoped_release>());
   m.def("packed_rows", &packed_rows, nb::call_guard<nb::gil_scoped_release>());
 }

@@ -1,6 +1,6 @@
 #include "pointwise.hpp"
 
-#include "bindings.hpp"
+#include "calls.hpp"
 #include "team.hpp"
 
 namespace phalanx {
@@ -20,6 +20,8 @@ void share_rows(std::size_t rows, std::size_t width, F&& fn) {
 }
 
 constexpr std::size_t size_of(int type) { return static_cast<Type>(type) == Type::bf16 ? 2 : 4; }
+
+}  // namespace
 
 void norm(Address x, Address delta, Address weight, Address bias, Address y, std::size_t rows, int width, float eps,
           int layer, int types) {
@@ -51,6 +53,27 @@ void activate_gated(Address x, Address y, std::size_t rows, std::size_t width, i
     }
   });
 }
+
+void add_up(const Address* pieces, int count, Address y, std::size_t rows, std::size_t width, int type) {
+  const SumRow sum = pointwise().sum[type];
+  const std::size_t bytes = width * size_of(type);
+  share_rows(rows, width, [&](std::size_t first, std::size_t last) {
+    sum(pieces, count, first * width, at_address<char>(y) + first * bytes, (last - first) * width);
+  });
+}
+
+void add_bias(Address y, Address bias, std::size_t rows, std::size_t width, int type) {
+  const SumRow sum = pointwise().sum[type];
+  const std::size_t bytes = width * size_of(type);
+  share_rows(rows, width, [&](std::size_t first, std::size_t last) {
+    for (std::size_t row = first; row < last; ++row) {
+      const Address both[2] = {y + row * bytes, bias};
+      sum(both, 2, 0, at_address<void>(both[0]), width);
+    }
+  });
+}
+
+namespace {
 
 void turns(Address positions, Address inverse, Address factors, Address classes, Address cos, Address sin,
            std::size_t tokens, int half, int type) {

@@ -18,11 +18,14 @@ using ActivateRow = void (*)(const void* x, const void* factor, void* y, std::si
 // For one position: cos and sin of position * inverse[i], times factor, i < half. Both of `cos`'s halves are the same;
 // the first half of `sin` has its sign turned.
 using TurnRow = void (*)(float position, const float* inverse, float factor, void* cos, void* sin, int half);
+// y[i] = the sum of pieces[0][from + i], pieces[1][from + i] …, in this order, rounded once. y may be a piece, from 0.
+using SumRow = void (*)(const std::uintptr_t* pieces, int count, std::size_t from, void* y, std::size_t numbers);
 
 struct Pointwise {
   NormRow norm[2][3];         // [RMS, layer norm][all float32, all bfloat16, bfloat16 with float32 weight and bias]
   ActivateRow activate[4][2]; // [silu, gelu, gelu by tanh, relu][Type]
   TurnRow turn[2];            // [Type]
+  SumRow sum[2];              // [Type]
 };
 
 PHALANX_DECLARE_TABLES(Pointwise, pointwise)

@@ -127,6 +127,17 @@ void turn(float position, const float* inverse, float factor, void* cos_, void* 
   }
 }
 
+template <typename T>
+void add_up(const std::uintptr_t* pieces, int pieces_count, std::size_t from, void* y_, std::size_t numbers) {
+  T* y = static_cast<T*>(y_);
+  const auto piece = [&](int p) { return reinterpret_cast<const T*>(pieces[p]) + from; };
+  each16(static_cast<int>(numbers), [&](int i, int count) {
+    f32x16 total = get(piece(0) + i, count);
+    for (int p = 1; p < pieces_count; ++p) total += get(piece(p) + i, count);
+    put(y + i, total, count);
+  });
+}
+
 }  // namespace
 
 const Pointwise pointwise = {
@@ -137,6 +148,7 @@ const Pointwise pointwise = {
      {activate<GeluTanh, float>, activate<GeluTanh, bf16>},
      {activate<Relu, float>, activate<Relu, bf16>}},
     {turn<float>, turn<bf16>},
+    {add_up<float>, add_up<bf16>},
 };
 
 }  // namespace phalanx::PHALANX_ISA

@@ -84,6 +84,8 @@ class Rotation(Protocol):
 
 class AttentionBackend(Protocol):
     name: str
+    plays: bool
+    """Its caches have a `layer`, and its plans are steps, that a tape (`phalanx.kernels.tape`) is played with."""
 
     def allocate(
         self, shape: AttentionShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

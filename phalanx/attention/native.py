@@ -26,6 +26,7 @@ class NativeCache(LayerCache):
 
 class NativeAttention(SdpaAttention):
     name = "native"
+    plays = True
 
     def allocate(
         self, shape: AttentionShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

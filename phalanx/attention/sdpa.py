@@ -24,6 +24,7 @@ class SdpaPlan:
 
 class SdpaAttention:
     name = "sdpa"
+    plays = False
 
     def allocate(
         self, shape: AttentionShape, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

@@ -16,6 +16,8 @@ import phalanx
 from phalanx import env
 from phalanx.cli.flags import Parser
 from phalanx.cli.redact import redact
+from phalanx.errors import ConfigError
+from phalanx.kernels.library import choice
 from phalanx.planner.hardware import detect
 
 _PACKAGES = (
@@ -63,6 +65,7 @@ def collect() -> dict[str, dict[str, Any]]:
             "instructions": " ".join(
                 sorted(f for f in hardware.cpu_flags if f.startswith(("avx", "amx", "sve", "bf16")))
             ),
+            "kernels": _kernels(),
         },
         "torch": _torch(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
@@ -75,6 +78,13 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _kernels() -> str:
+    try:
+        return choice().reason
+    except ConfigError as error:
+        return str(error)
 
 
 def _torch() -> dict[str, Any]:

@@ -22,6 +22,8 @@ from typing import NamedTuple
 from phalanx import env
 from phalanx.cli.flags import Parser, settings
 from phalanx.config import EngineConfig
+from phalanx.errors import ConfigError
+from phalanx.kernels.library import choice
 from phalanx.planner.hardware import Hardware, detect, torch_has_cuda
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -59,6 +61,7 @@ def _checks(config: EngineConfig, hardware: Hardware) -> list[Callable[[], Findi
         packages,
         torch_build,
         lambda: processor(hardware),
+        kernels,
         lambda: cores(hardware),
         lambda: memory(hardware),
         lambda: device(hardware, Path("/")),
@@ -116,6 +119,15 @@ def processor(hardware: Hardware) -> Finding:
     if not hardware.native_bfloat16:
         return Finding(OK, "processor", f"{detail}; no bfloat16 products, so --dtype auto means float32")
     return Finding(OK, "processor", f"{detail}; bfloat16 products, so --dtype auto means bfloat16")
+
+
+def kernels() -> Finding:
+    try:
+        chosen = choice()
+    except ConfigError as error:
+        return Finding(FAIL, "kernels", error.message, error.fix or "")
+    status = OK if chosen.native or env.kernels() == "torch" else WARN
+    return Finding(status, "kernels", chosen.reason, chosen.remedy if status == WARN else "")
 
 
 def cores(hardware: Hardware) -> Finding:

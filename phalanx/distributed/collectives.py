@@ -15,6 +15,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from phalanx.distributed.transports.abort import GroupBroken
+from phalanx.distributed.transports.rounds import Rounds
 
 
 class Group(Protocol):
@@ -51,6 +52,15 @@ class Group(Protocol):
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor: ...
 
     def barrier(self) -> None: ...
+
+    def rounds(self, dtype: torch.dtype) -> Rounds | None:
+        """Where native code can make small sums of `dtype` by itself; None where every exchange is a call. Every rank
+        may do as it likes. Good until the epoch ends."""
+        ...
+
+    def join_round(self) -> None:
+        """Wait for the others in the round that native code has begun. Raises as an exchange does."""
+        ...
 
     def describe(self) -> dict[str, Any]:
         """How it exchanges: `transport`, and the sizes in bytes from which it goes about it another way."""
@@ -95,6 +105,12 @@ class SingleGroup:
     def barrier(self) -> None:
         return None
 
+    def rounds(self, dtype: torch.dtype) -> Rounds | None:
+        return None
+
+    def join_round(self) -> None:
+        return None
+
     def describe(self) -> dict[str, Any]:
         return {"transport": "none"}
 
@@ -112,7 +128,7 @@ class GroupHandle:
 
     _OPERATIONS = (
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv", "barrier",
-        "describe",
+        "rounds", "join_round", "describe",
     )  # fmt: skip
 
     def __init__(self, rank: int, size: int):
@@ -130,7 +146,8 @@ class GroupHandle:
         for name in self._OPERATIONS:
             self.__dict__.pop(name, None)
 
-    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = send = recv = barrier = describe = _unbound
+    all_reduce = all_gather = reduce_scatter = all_to_all = broadcast = send = recv = barrier = _unbound
+    rounds = join_round = describe = _unbound
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def attend_merged(
     if qkv.shape != (step.tokens, layer.width) or not qkv.is_contiguous() or dtype not in _TYPES:
         raise ValueError(f"qkv has to be contiguous, [{step.tokens}, {layer.width}], float32 or bfloat16")
     out, address = step.result(layer.heads * layer.dim, dtype)
-    norms = _NO_NORMS if query_norm is None or key_norm is None else _norms(query_norm, key_norm, layer.dim)
+    norms = head_norms(query_norm, key_norm, layer.dim)
     rotated = _NO_ROTATION if rotation is None else step.rotation(rotation, layer.dim)
     factor = 0
     if query_factor is not None:
@@ -158,7 +158,10 @@ _NO_NORMS = (0, 0, -1, 0.0)
 _NO_ROTATION = (0, 0, -1, 0)
 
 
-def _norms(query: HeadNorm, key: HeadNorm, dim: int) -> tuple[int, int, int, float]:
+def head_norms(query: HeadNorm | None, key: HeadNorm | None, dim: int) -> tuple[int, int, int, float]:
+    """Addresses of their weights, the weights' type (-1: no norms), epsilon. Raises ValueError where they misfit."""
+    if query is None or key is None:
+        return _NO_NORMS
     if query.weight is None or key.weight is None:
         return 0, 0, 0, query.eps
     if query.weight.shape != (dim,) or key.weight.shape != (dim,) or query.weight.dtype != key.weight.dtype:

@@ -152,11 +152,17 @@ class BlockProduct:
             column += m.outputs
         self.outputs = column
         self._parts = torch.tensor(parts, dtype=torch.int64)
-        self._address, self._count = self._parts.data_ptr(), len(parts)
+        self.parts = self._parts.data_ptr(), len(parts)
+        """Where they are described, for the library, and how many."""
 
     @property
     def nbytes(self) -> int:
         return sum(m.data.nbytes for m in self.matrices)
+
+    @property
+    def reorders(self) -> bool:
+        """Its inputs are taken in another order than that in which they come."""
+        return self._order is not None
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor:
         """x [T, inputs] of any type in `NUMBERS`, whose rows may lie apart, times the matrices: [T, outputs] in x's
@@ -174,7 +180,7 @@ class BlockProduct:
             address, bias_type = bias.data_ptr(), NUMBERS[bias.dtype]
         y = torch.empty(rows, self.outputs, dtype=dtype or x.dtype)
         self._library.block_matmul(
-            x.data_ptr(), step, rows, width, self.lead, NUMBERS[x.dtype], self._address, self._count, y.data_ptr(),
+            x.data_ptr(), step, rows, width, self.lead, NUMBERS[x.dtype], *self.parts, y.data_ptr(),
             self.outputs, NUMBERS[y.dtype], address, bias_type,
         )  # fmt: skip
         return y
@@ -185,9 +191,7 @@ class BlockProduct:
         if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or not ids.is_cpu:
             raise ValueError("ids have to be a contiguous vector of int64")
         y = torch.empty(len(ids), self._inner)
-        self._library.block_unpack(
-            ids.data_ptr(), len(ids), start, self._inner, self.lead, self._address, self._count, y.data_ptr()
-        )
+        self._library.block_unpack(ids.data_ptr(), len(ids), start, self._inner, self.lead, *self.parts, y.data_ptr())
         if self._order is not None:
             y = y.new_empty(len(ids), self.inputs + 1).index_copy_(1, self._order, y)[:, : self.inputs]
         return y if dtype is torch.float32 else y.to(dtype)

@@ -7,16 +7,15 @@ trusts them. `PHALANX_KERNELS` chooses: an instruction set that this machine has
 
 from __future__ import annotations
 
-import logging
+import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 from phalanx import env
 from phalanx.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 @cache
@@ -38,15 +37,44 @@ def native() -> ModuleType | None:
     return library
 
 
-def describe() -> str:
-    """What computes, and why, in one line."""
-    library = native()
-    if library is not None:
-        sets = ", ".join(library.instruction_sets())
-        return f"native, {library.active_instruction_set()} (this machine can run: {sets})"
-    if env.kernels() == "torch":
-        return "PyTorch, because PHALANX_KERNELS asks for it"
-    return "PyTorch, because the native library was not built: install a C++ compiler and install Phalanx again"
+@dataclass(frozen=True)
+class Choice:
+    """What computes on a CPU here."""
+
+    native: bool
+    reason: str
+    """What, and why, in one line."""
+    remedy: str = ""
+    """What to do where something better would be possible."""
+
+
+def choice() -> Choice:
+    """Raises ConfigError as `native` does."""
+    wanted, library = env.kernels(), native()
+    if library is None:
+        if wanted == "torch":
+            return Choice(False, "PyTorch, because PHALANX_KERNELS asks for it", "Unset PHALANX_KERNELS.")
+        return _missing()
+    active, sets = library.active_instruction_set(), library.instruction_sets()
+    if active == wanted:
+        return Choice(True, f"native, {active}, because PHALANX_KERNELS asks for it (possible: {', '.join(sets)})")
+    reason = f"native, {active}, the best that processor and system allow"
+    without = [name for name in library.compiled_instruction_sets() if name not in sets]
+    return Choice(True, f"{reason} (they lack what {' and '.join(without)} need)" if without else reason)
+
+
+def _missing() -> Choice:
+    try:
+        import_module("phalanx.kernels._native")
+    except ModuleNotFoundError:
+        pass
+    except ImportError as error:
+        return Choice(False, f"PyTorch, because the native library cannot be loaded: {error}", "Install Phalanx again.")
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        reason = "PyTorch, because the native library was not built: there is no C++ compiler"
+        return Choice(False, reason, "Install one and Phalanx again; answers are slow until then.")
+    reason = "PyTorch, because the native library was not built"
+    return Choice(False, reason, "Install Phalanx again; answers are slow until then.")
 
 
 def use_threads(count: int, cores: Sequence[int] = ()) -> None:

@@ -66,8 +66,9 @@ class PackedMatrix:
             address = bias.data_ptr()
         y = torch.empty(rows, self.outputs, dtype=torch.float32 if wide else self.dtype)
         self._library.matmul(
-            x.data_ptr(), step, self._address, address, y.data_ptr(), rows, width, self.outputs, self._type, wide
-        )
+            x.data_ptr(), step, self._address, address, y.data_ptr(), self.outputs, rows, width, self.outputs,
+            self._type, wide,
+        )  # fmt: skip
         return y
 
     def rows(self, ids: torch.Tensor, start: int = 0) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from phalanx.kernels.library import native
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_NORM_TYPES = {
+NORM_TYPES = {
     (torch.float32, torch.float32): 0, (torch.bfloat16, torch.bfloat16): 1, (torch.bfloat16, torch.float32): 2,
 }  # fmt: skip
-_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 
 
 def add_norm(
@@ -27,7 +27,7 @@ def add_norm(
     `weight` and `bias` [width] have the type of `x`, or are float32; a bias comes with a weight.
     """
     library = native()
-    types = _NORM_TYPES.get((x.dtype, x.dtype if weight is None else weight.dtype))
+    types = NORM_TYPES.get((x.dtype, x.dtype if weight is None else weight.dtype))
     if library is None or types is None or not x.is_cpu:
         return add_norm_twin(x, delta, weight, bias, eps, layer)
     rows, width = x.shape
@@ -60,7 +60,7 @@ def add_norm_twin(
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     """The activation of `x` [T, width]. Raises ValueError for a name we do not have."""
-    library, function = native(), _ACTIVATIONS.get(name)
+    library, function = native(), ACTIVATIONS.get(name)
     if library is None or function is None or not x.is_cpu or x.dtype not in _TYPES:
         return activate_twin(name, x)
     if not x.is_contiguous():
@@ -86,7 +86,7 @@ def activate_twin(name: str, x: torch.Tensor) -> torch.Tensor:
 def activate_gated(name: str, both: torch.Tensor) -> torch.Tensor:
     """activation(gate) * up (arXiv 2002.05202), [T, width], where `both` [T, 2 · width] holds gate and up side by side.
     Raises ValueError for a name we do not have."""
-    library, function = native(), _ACTIVATIONS.get(name)
+    library, function = native(), ACTIVATIONS.get(name)
     if library is None or function is None or not both.is_cpu or both.dtype not in _TYPES:
         return activate_gated_twin(name, both)
     rows, columns = both.shape

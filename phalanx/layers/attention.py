@@ -12,6 +12,7 @@ import torch
 
 from phalanx.attention.base import AttentionBackend, AttentionShape, LayerCache, StepLayout
 from phalanx.distributed.partition import Partition
+from phalanx.kernels.tape import INNER, WIDE, CannotRecord, Tape
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import ColumnLinear, LinearContext, Output, RowLinear
 from phalanx.layers.norm import Norm
@@ -49,3 +50,17 @@ class Attention(Layer):
             self.qkv.forward(x), cache, layout, plan, self.shape, self.q_norm, self.k_norm, turn, query_factor
         )
         return self.out.forward(attended)
+
+    def record(self, tape: Tape, x: int) -> None:
+        """`forward`, from a buffer to the delta. Raises CannotRecord."""
+        if not self.backend.plays or (self.q_norm is not None and self.q_norm.layer):
+            raise CannotRecord("attention is not native")
+        self.qkv.record(tape, x, WIDE)
+        shape = self.shape
+        tape.attend(WIDE, self.q_norm, self.k_norm, shape.num_heads, shape.num_kv_heads, shape.head_dim, INNER)
+        self.out.record(tape, INNER)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a token in the first product, and before the second."""
+        return self.qkv.width, self.shape.num_heads * self.shape.head_dim

@@ -14,6 +14,7 @@ import torch
 
 from phalanx.distributed.collectives import Group
 from phalanx.distributed.partition import Partition
+from phalanx.kernels.tape import DELTA, Tape
 from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.layer import Layer
 from phalanx.layers.weights import WeightSlot
@@ -47,7 +48,7 @@ class Linear(Layer):
         self.outputs = tuple(outputs)
         self.inputs = inputs
         self.context = context
-        rows = sum(o.partition.length(context.rank) for o in outputs)
+        rows = self.width
         self.storage = context.scheme.create(rows, inputs.length(context.rank), context.dtype, context.memory)
         self.bias = context.memory.full((rows,), context.dtype, 0.0) if bias else None
 
@@ -69,8 +70,17 @@ class Linear(Layer):
     def nbytes(self) -> int:
         return self.context.scheme.nbytes(self.storage) + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def width(self) -> int:
+        """This rank's outputs."""
+        return sum(output.partition.length(self.context.rank) for output in self.outputs)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.context.scheme.apply(self.storage, x, self.bias)
+
+    def record(self, tape: Tape, x: int, to: int) -> None:
+        """`forward`, from a buffer to a buffer. Raises CannotRecord."""
+        tape.multiply(x, self.context.scheme.matrices(self.storage), self.bias, to)
 
 
 class ColumnLinear(Linear):
@@ -92,6 +102,15 @@ class RowLinear(Linear):
             return super().forward(x)
         y = self.context.group.all_reduce(self.context.scheme.apply(self.storage, x, None))
         return y if self.bias is None else y.add_(self.bias)
+
+    def record(self, tape: Tape, x: int, to: int = DELTA) -> None:
+        if not self.split:
+            super().record(tape, x, to)
+            return
+        tape.multiply(x, self.context.scheme.matrices(self.storage), None, DELTA)
+        tape.sum_delta()
+        if self.bias is not None:
+            tape.add_bias(self.bias)
 
 
 class ReplicatedLinear(Linear):

@@ -6,6 +6,7 @@ import torch
 
 from phalanx.distributed.partition import Partition
 from phalanx.kernels.pointwise import activate, activate_gated
+from phalanx.kernels.tape import INNER, WIDE, Tape
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import ColumnLinear, LinearContext, Output, RowLinear
 
@@ -21,6 +22,17 @@ class GatedFeedForward(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down.forward(activate_gated(self.activation, self.gate_up.forward(x)))
 
+    def record(self, tape: Tape, x: int) -> None:
+        """`forward`, from a buffer to the delta. Raises CannotRecord."""
+        self.gate_up.record(tape, x, WIDE)
+        tape.activate(self.activation, WIDE, self.gate_up.width // 2, INNER, gated=True)
+        self.down.record(tape, INNER)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a token in the first product, and before the second."""
+        return self.gate_up.width, self.gate_up.width // 2
+
 
 class FeedForward(Layer):
     """down(activation(up(x))): [T, hidden] -> the same."""
@@ -32,3 +44,14 @@ class FeedForward(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down.forward(activate(self.activation, self.up.forward(x)))
+
+    def record(self, tape: Tape, x: int) -> None:
+        """As in GatedFeedForward."""
+        self.up.record(tape, x, WIDE)
+        tape.activate(self.activation, WIDE, self.up.width, INNER, gated=False)
+        self.down.record(tape, INNER)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """As in GatedFeedForward."""
+        return self.up.width, self.up.width

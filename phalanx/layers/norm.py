@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from phalanx.kernels.pointwise import add_norm
+from phalanx.kernels.tape import Tape
 from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.layer import Layer
 from phalanx.layers.weights import WeightSlot
@@ -51,3 +52,7 @@ class Norm(Layer):
     def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
         """`x += delta` [T, size] in place, and the norm of that."""
         return add_norm(x, delta, self.weight, self.bias, self.eps, self.layer)
+
+    def record(self, tape: Tape, x: int, delta: int | None, to: int) -> None:
+        """`add`, from buffers to a buffer; `forward` without a delta. Raises CannotRecord."""
+        tape.norm(x, delta, self.weight, self.bias, self.eps, self.layer, to)

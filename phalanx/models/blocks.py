@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from phalanx.attention.base import AttentionBackend, AttentionShape, LayerCache, StepLayout
+from phalanx.kernels.tape import DELTA, NORMED, STREAM, Tape
 from phalanx.layers.attention import Attention
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import LinearContext
@@ -107,12 +108,23 @@ class Block(Layer, ABC):
         factor = None if self.log_positions is None else step.query_factors[self.log_positions]
         return self.attention.forward(x, cache, step.layout, step.plan, turn, factor)
 
+    def new_tape(self) -> Tape:
+        """Empty, with room for this block. Raises CannotRecord."""
+        wide, inner = zip(self.attention.widths, self.mlp.widths, strict=True)
+        return Tape(self.attention.qkv.context.dtype, self.attention_norm.size, max(wide), max(inner))
+
     @abstractmethod
     def forward(
         self, x: torch.Tensor, delta: torch.Tensor | None, cache: LayerCache, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual stream is x + delta, before and after: the sum is left to the norm that reads it next.
         May change `x` in place."""
+
+    leaves_delta: bool
+
+    @abstractmethod
+    def record(self) -> Tape:
+        """`forward` as a tape. Raises CannotRecord."""
 
 
 class PreNormBlock(Block):
@@ -139,6 +151,20 @@ class PreNormBlock(Block):
             fed = self.mlp_post_norm.forward(fed)
         return x, fed
 
+    leaves_delta = True
+
+    def record(self) -> Tape:
+        tape = self.new_tape()
+        self.attention_norm.record(tape, STREAM, DELTA, NORMED)
+        self.attention.record(tape, NORMED)
+        if self.attention_post_norm is not None:
+            self.attention_post_norm.record(tape, DELTA, None, DELTA)
+        self.mlp_norm.record(tape, STREAM, DELTA, NORMED)
+        self.mlp.record(tape, NORMED)
+        if self.mlp_post_norm is not None:
+            self.mlp_post_norm.record(tape, DELTA, None, DELTA)
+        return tape
+
 
 class PostNormBlock(Block):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
@@ -150,6 +176,16 @@ class PostNormBlock(Block):
             x += delta
         x = self.attention_norm.add(x, self.attend(x, cache, step))
         return self.mlp_norm.add(x, self.mlp.forward(x)), None
+
+    leaves_delta = False
+
+    def record(self) -> Tape:
+        tape = self.new_tape()
+        self.attention.record(tape, STREAM)
+        self.attention_norm.record(tape, STREAM, DELTA, STREAM)
+        self.mlp.record(tape, STREAM)
+        self.mlp_norm.record(tape, STREAM, DELTA, STREAM)
+        return tape
 
 
 def make_block(name: str, spec: LayerSpec, context: BlockContext) -> Block:

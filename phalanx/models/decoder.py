@@ -3,7 +3,8 @@
 A rank holds the layers of its pipeline stage (the first stage also the token table, the last the head) and its share
 of their heads, inner width and vocabulary. With a mesh of one everything is whole. Knows no family and no checkpoint.
 
-Layers call each other's `forward`, not the module: nothing hooks them, and a step makes hundreds of such calls.
+Layers call each other's `forward`, not the module: nothing hooks them, and a step makes hundreds of such calls. Where
+all of a block's computation is native it is recorded with the first step, and played from then on (`models.tapes`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from phalanx.models.blocks import BlockContext, Step, make_block, make_norm
 from phalanx.models.rope import make_rotary
 from phalanx.models.spec import DecoderSpec, kv_head_bytes
 from phalanx.models.split import Split
+from phalanx.models.tapes import Tapes, record
 from phalanx.quantization.base import Scheme, Unquantized, choose_scheme
 
 
@@ -58,6 +60,9 @@ class Decoder(Layer):
         ropes = list(dict.fromkeys(layer.attention.rope for layer in own if layer.attention.rope is not None))
         context = BlockContext(spec.hidden_size, self.split, backend, linear, ropes)
         self._build_outer(linear)
+        self.tapes: Tapes | None = None
+        """The blocks in their native form, from the first step on; None where they are computed layer by layer."""
+        self._recorded = False
         self.blocks = [make_block(f"layers.{i}", spec.layers[i], context) for i in range(*self.layer_range)]
         self._rotaries = [make_rotary(rope, spec.prompt_classes, dtype, device) for rope in ropes]
         self._log_positions = {p for layer in own if (p := layer.attention.log_positions) is not None}
@@ -108,7 +113,9 @@ class Decoder(Layer):
         return sum(module.nbytes for module in self.loadables())
 
     def allocate_caches(self, blocks: int, block_size: int, dtype: torch.dtype | None = None) -> list[LayerCache]:
-        """One cache per layer of this stage."""
+        """One cache per layer of this stage. Those of before are given up."""
+        if self.tapes is not None:
+            self.tapes.forget_caches()
         return [
             self.backend.allocate(block.attention.shape, blocks, block_size, dtype or self.dtype, self.device)
             for block in self.blocks
@@ -131,12 +138,23 @@ class Decoder(Layer):
         `logits` or `own_logits`.
         """
         x = self._embed(token_ids, positions) if hidden is None else hidden
-        step, beat = self._prepare(positions, layout), self.pulse.beat
+        step = self._prepare(positions, layout)
+        if not self._recorded:  # the weights are there by now
+            self.tapes, self._recorded = record(self.blocks, self.groups.tp), True
+        if self.tapes is not None:
+            x, delta = self.tapes.play(x, caches, step, self.pulse.beat)
+        else:
+            x, delta = self._compute(x, caches, step)
+        return x if delta is None else x.add_(delta)
+
+    def _compute(
+        self, x: torch.Tensor, caches: list[LayerCache], step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         delta: torch.Tensor | None = None
         for block, cache in zip(self.blocks, caches, strict=True):
             x, delta = block.forward(x, delta, cache, step)
-            beat()
-        return x if delta is None else x.add_(delta)
+            self.pulse.beat()
+        return x, delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of the last stage -> float32 [R, vocabulary], on every tensor rank."""

@@ -17,7 +17,7 @@ from phalanx.checkpoint.quantized import read_layout
 from phalanx.config import EngineConfig, ModelConfig, ParallelConfig, resolve
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import ConfigError, NotEnoughMemory
-from phalanx.kernels.library import describe, native
+from phalanx.kernels.library import choice, native
 from phalanx.models.registry import read_spec
 from phalanx.models.spec import DecoderSpec
 from phalanx.models.stored import with_stored
@@ -80,7 +80,7 @@ def _check_quantization(model: ModelConfig, checkpoint: Checkpoint) -> str:
 
 def _with_quantization(model: ModelConfig, checkpoint: Checkpoint, wanted: str) -> ModelConfig:
     if wanted != "none" and (model.device != "cpu" or native() is None):
-        why = "on a GPU" if model.device != "cpu" else f"here: products are {describe()}"
+        why = "on a GPU" if model.device != "cpu" else f"here: products are {choice().reason}"
         log.warning("The weights of %s are computed in %s, not as %s, %s.", checkpoint.name, model.dtype, wanted, why)
         wanted = "none"
     return dataclasses.replace(model, quantization=wanted)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from phalanx.checkpoint.quantized import METHODS
 from phalanx.errors import UnsupportedModel
-from phalanx.kernels.block_matmul import IntegerRows
+from phalanx.kernels.block_matmul import BlockProduct, IntegerRows
 from phalanx.kernels.library import native
 from phalanx.kernels.matmul import PackedMatrix, packs, rows_twin
 from phalanx.kernels.weight_memory import WeightMemory
@@ -74,6 +74,10 @@ class Scheme(Protocol):
         """x [T, inputs] times the matrix's transpose, plus bias: [T, outputs], in float32 when `wide`."""
         ...
 
+    def matrices(self, storage: Storage) -> list[PackedMatrix | BlockProduct] | None:
+        """What `apply` multiplies with, one below the other; None where it does more than that."""
+        ...
+
     def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
         """Rows `ids` (int64 [T]) - `start` of the matrix, [T, inputs], zeros for those that it does not have; with None
         it has all."""
@@ -104,6 +108,9 @@ class Unquantized:
     ) -> torch.Tensor:
         y = F.linear(x, storage["weight"], bias)
         return y.float() if wide else y
+
+    def matrices(self, storage: Storage) -> list[PackedMatrix | BlockProduct] | None:
+        return None
 
     def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
         weight = storage["weight"]
@@ -136,6 +143,9 @@ class Packed(Unquantized):
     ) -> torch.Tensor:
         matrix: PackedMatrix = storage["packed"]
         return matrix.multiply(x, bias, wide=wide)
+
+    def matrices(self, storage: Storage) -> list[PackedMatrix | BlockProduct] | None:
+        return [storage["packed"]]
 
     def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
         matrix: PackedMatrix = storage["packed"]

@@ -21,6 +21,7 @@ from phalanx.kernels.block_matmul import (
     pack_integers,
     same_columns,
 )
+from phalanx.kernels.matmul import PackedMatrix
 from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.quantization.base import Scheme, Storage
 
@@ -188,6 +189,15 @@ class PackedBlockScheme:
         if not results:
             return torch.empty(len(x), 0, dtype=torch.float32 if wide else x.dtype)
         return results[0] if len(results) == 1 else torch.cat(results, 1)
+
+    def matrices(self, storage: Storage) -> list[PackedMatrix | BlockProduct] | None:
+        found: list[PackedMatrix | BlockProduct] = []
+        for piece in storage["matrix"].pieces:
+            own = [piece] if isinstance(piece, BlockProduct) else self._plain.matrices(piece.storage)
+            if own is None or any(isinstance(each, BlockProduct) and each.reorders for each in own):
+                return None
+            found += own
+        return found
 
     def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
         matrix: _Matrix = storage["matrix"]

@@ -69,6 +69,8 @@ class SamplingTable:
         self.constrained = np.zeros(slots, np.bool_)
         """The slot has constraints other than `min_tokens`."""
         self.penalised = np.zeros(slots, np.bool_)
+        self.plain = np.zeros(slots, np.bool_)
+        """The slot takes the largest of the model's own logits, and nothing else is asked of it."""
         self._constraints: list[Constraints | None] = [None] * slots
 
     def admit(self, slot: int, state: SamplingState, tokens: NDArray[np.int32], num_prompt: int) -> None:
@@ -115,6 +117,8 @@ class SamplingTable:
         self.prompt_logprobs[slot] = state.prompt_logprobs
         self.constrained[slot] = penalised or bool(allowed.size or bias_ids.size or bad_words)
         self.penalised[slot] = penalised
+        unasked = not self.min_tokens[slot] and state.logprobs < 0 and state.prompt_logprobs < 0
+        self.plain[slot] = state.temperature < GREEDY_BELOW and unasked and not self.constrained[slot]
 
     def _has(self, tokens: NDArray[_Tokens]) -> NDArray[np.bool_]:
         return (tokens >= self.span[0]) & (tokens < self.span[1])

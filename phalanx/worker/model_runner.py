@@ -215,7 +215,8 @@ class ModelRunner:
         return token_logprobs(logits, tokens, num_top) if bool(torch.isfinite(logits.amax(-1)).all()) else None
 
     def _tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.to(self.device)
 
 
 def _by_slot(

@@ -28,7 +28,7 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.pulse import Pulse
 from phalanx.errors import ConfigError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerStatus
-from phalanx.kernels.library import describe, use_threads
+from phalanx.kernels.library import choice, use_threads
 from phalanx.kernels.matmul import packs
 from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.loading.image import Image, Keeper, NewImage, image_key, open_image
@@ -146,6 +146,8 @@ class Worker:
             self.check_memory()
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
         use_threads(torch.get_num_threads())
+        if self.device.type == "cpu" and self.rank == 0 and not (kernels := choice()).native:
+            log.warning("Kernels: %s. %s", kernels.reason, kernels.remedy)
         dtype = DTYPES[self.config.model.dtype]
         if self.device.type == "cpu" and not packs(dtype, self.device):  # else no product is PyTorch's
             check_products(dtype)
@@ -232,7 +234,7 @@ class Worker:
     def _image_key(self, keeper: Keeper) -> str:
         model = self.config.model
         shown = (keeper.share, self.spec, self.mesh, self.rank, self.split, model.dtype, self._scheme.name)
-        return image_key(*shown, model.load_format, describe())
+        return image_key(*shown, model.load_format, choice().reason)
 
     def rejoin(self, groups: Groups) -> None:
         """The transports of a new epoch; the weights stay. `allocate` makes the rest new."""

@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from phalanx.cli import doctor
 from phalanx.cli.main import main
 from phalanx.cli.redact import HIDDEN, redact
 from phalanx.config import options_by_name
+from phalanx.kernels import library
+from phalanx.kernels.library import native
 from phalanx.planner.hardware import Hardware
 
 
@@ -78,6 +82,41 @@ def test_doctor_findings(finding, status, word):
     assert found.status == status
     assert word in found.detail + found.remedy
     assert found.status == "ok" or found.remedy
+
+
+@pytest.mark.parametrize(
+    ("wanted", "status", "words"),
+    [
+        ("", "ok", "native"),
+        ("generic", "ok", "native, generic, because PHALANX_KERNELS asks for it"),
+        ("torch", "ok", "PyTorch, because PHALANX_KERNELS asks for it"),
+        ("nonsense", "fail", "does not have"),
+    ],
+)
+def test_doctor_says_what_computes_and_why(wanted, status, words):
+    if native() is None and wanted != "torch":
+        pytest.skip("the native library was not built")
+    command = [sys.executable, "-m", "phalanx", "doctor", "--port", "0", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PHALANX_KERNELS": wanted})
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)}["kernels"]
+    assert found["status"] == status and words in found["detail"]
+
+
+def test_a_missing_library_is_explained(monkeypatch):
+    monkeypatch.setattr(library, "native", lambda: None)
+    monkeypatch.setattr(library, "import_module", broken(ModuleNotFoundError("no module")))
+    assert "was not built" in library.choice().reason and "again" in library.choice().remedy
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler" in doctor.kernels().detail and doctor.kernels().status == "warn"
+    monkeypatch.setattr(library, "import_module", broken(ImportError("a symbol is missing")))
+    assert "a symbol is missing" in library.choice().reason
+
+
+def broken(error):
+    def fail(name):
+        raise error
+
+    return fail
 
 
 def test_doctor_sees_a_gpu_that_torch_cannot_use(tmp_path):

@@ -79,6 +79,12 @@ class LockstepGroup:
     def barrier(self) -> None:
         self._all(None)
 
+    def rounds(self, dtype: torch.dtype) -> None:
+        return None
+
+    def join_round(self) -> None:
+        return None
+
     def describe(self) -> dict[str, Any]:
         return {"transport": "lockstep"}
 

@@ -136,6 +136,12 @@ class CompressedGroup:
     def barrier(self) -> None:
         self._group.barrier()
 
+    def rounds(self, dtype: torch.dtype) -> None:
+        return None
+
+    def join_round(self) -> None:
+        return None
+
     def close(self) -> None:
         """Idempotent."""
         self._group.close()

@@ -91,6 +91,12 @@ class TorchGroup:
     def barrier(self) -> None:
         self._finish(self._backend.barrier())
 
+    def rounds(self, dtype: torch.dtype) -> None:
+        return None
+
+    def join_round(self) -> None:
+        return None
+
     _device = torch.device("cpu")
 
     def _finish(self, work: Any) -> None:
@@ -166,6 +172,12 @@ class StagedGroup:
 
     def barrier(self) -> None:
         self._control.barrier()
+
+    def rounds(self, dtype: torch.dtype) -> None:
+        return None
+
+    def join_round(self) -> None:
+        return None
 
     def _back(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device)

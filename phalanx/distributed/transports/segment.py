@@ -87,6 +87,16 @@ class Segment:
         return [self.fd, *self.bells]
 
     @property
+    def sleeping(self) -> tuple[int, ...]:
+        """Of each member, the word that is not 0 while it sleeps."""
+        return tuple(line + _ASLEEP for line in self._lines)
+
+    @property
+    def spins(self) -> bool:
+        """Whether each member has a core to wait on."""
+        return self._spins > 0
+
+    @property
     def pulse(self) -> Pulse:
         return self._abort.pulse
 

@@ -16,12 +16,14 @@ start or watch processes: a peer that was killed is noticed by whoever started i
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from phalanx.distributed.transports.abort import Abort, GroupBroken
+from phalanx.distributed.transports.rounds import Rounds
 from phalanx.distributed.transports.segment import LINE, WEAK, Segment
 from phalanx.distributed.transports.sums import (
     ALL_REDUCE,
@@ -72,8 +74,10 @@ class SharedMemoryGroup:
         self._mine = LINE * rank
         self._others = tuple(r for r in range(self.size) if r != rank)
         self._peers = tuple((r, LINE * r) for r in self._others)
-        self._round = 0
+        self._rounds = array("q", [0])
+        """The number of the last round, where others who begin rounds count it too."""
         self._what = 0
+        self._known_rounds: dict[torch.dtype, Rounds] = {}
         self._sent = [0] * self.size
         self._received = [0] * self.size
         self._views: dict[tuple[int, torch.dtype], torch.Tensor] = {}
@@ -112,19 +116,41 @@ class SharedMemoryGroup:
 
         `what` must be equal on all ranks.
         """
-        self._round = number = self._round + 1
-        self._pulse.count += 1
-        parity = number & 1
-        segment = self._segment
-        words, said = segment.words, 1 + parity
-        words[self._mine + said] = self._what = what
+        rounds, segment = self._rounds, self._segment
+        rounds[0] = number = rounds[0] + 1
+        segment.words[self._mine + 1 + (number & 1)] = what
         segment.publish(self._mine, number, self._others)
+        self._join(number, what)
+        return number & 1
+
+    def _join(self, number: int, what: int) -> None:
+        """Until everybody's piece of this round is there."""
+        self._what = what
+        self._pulse.count += 1
+        words, said = self._segment.words, 1 + (number & 1)
         for other, theirs in self._peers:
             if words[theirs] < number or WEAK:
                 self._wait(theirs, number, other, self._describe_round)
             if words[theirs + said] != what:
                 raise self._disagreement(other, words[theirs + said])
-        return parity
+
+    def rounds(self, dtype: torch.dtype) -> Rounds:
+        found = self._known_rounds.get(dtype)
+        if found is None:
+            segment = self._segment
+            if segment.fd < 0:
+                raise GroupBroken("The group is closed.")
+            words = torch.frombuffer(segment.memory, dtype=torch.uint8).data_ptr()
+            found = self._known_rounds[dtype] = Rounds(
+                self.rank, self.size, words, self._rounds.buffer_info()[0], LINE, segment.sleeping,
+                tuple(segment.bells), words + segment.data_offset, SLOT, _WHOLE_SUM, _what(ALL_REDUCE, dtype, 0),
+                segment.spins,
+            )  # fmt: skip
+        return found
+
+    def join_round(self) -> None:
+        number = self._rounds[0]
+        self._join(number, self._segment.words[self._mine + 1 + (number & 1)])
 
     def _wait(self, word: int, target: int, other: int, what: Callable[[], str]) -> None:
         try:
@@ -142,12 +168,12 @@ class SharedMemoryGroup:
         mine, others = _describe(self._what), _describe(theirs)
         shapes = ", but of other shapes" if mine == others else ""
         return self._broken(
-            f"Ranks disagree in exchange {self._round}: rank {self._ranks[self.rank]} is in {mine}, "
+            f"Ranks disagree in exchange {self._rounds[0]}: rank {self._ranks[self.rank]} is in {mine}, "
             f"rank {self._ranks[other]} in {others}{shapes}."
         )
 
     def _describe_round(self) -> str:
-        return f"exchange {self._round}, {_describe(self._what)}"
+        return f"exchange {self._rounds[0]}, {_describe(self._what)}"
 
     def _slot(self, parity: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
         """The whole slot as a flat tensor."""
@@ -166,7 +192,7 @@ class SharedMemoryGroup:
 
     @property
     def _next(self) -> int:
-        return (self._round + 1) & 1
+        return (self._rounds[0] + 1) & 1
 
     # -- collectives -------------------------------------------------------------------------------------------
 
@@ -312,8 +338,8 @@ class SharedMemoryGroup:
                 sent, expected = tables[source][0][to], tables[to][1][source]
                 if sent != expected:
                     raise self._broken(
-                        f"Ranks disagree in exchange {self._round}: in all_to_all, rank {self._ranks[source]} sends "
-                        f"{sent} entries, rank {self._ranks[to]} expects {expected}."
+                        f"Ranks disagree in exchange {self._rounds[0]}: in all_to_all, "
+                        f"rank {self._ranks[source]} sends {sent} entries, rank {self._ranks[to]} expects {expected}."
                     )
         step = SLOT // dtype.itemsize
         for start in range(0, max(sum(sent) for sent, _ in tables), step):
@@ -401,6 +427,7 @@ class SharedMemoryGroup:
         self._sliced.clear()
         self._gathers.clear()
         self._small.clear()
+        self._known_rounds.clear()
         self._segment.close()
 
 

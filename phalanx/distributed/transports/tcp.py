@@ -124,6 +124,12 @@ class TcpGroup:
         incoming = {r: torch.empty_like(token) for r in self._streams}
         self._exchange(BARRIER, token.dtype, dict.fromkeys(self._streams, token), incoming)
 
+    def rounds(self, dtype: torch.dtype) -> None:
+        return None
+
+    def join_round(self) -> None:
+        return None
+
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self._sent[to] += 1
         self._run(_kind(SEND, tensor.dtype, self._sent[to]), {to: tensor.contiguous()}, {})

@@ -1,0 +1,47 @@
+// A round of exchange between the ranks of one node: what is added up lies in memory that they share.
+//
+// The memory, its words and what they mean are phalanx/distributed/transports/shared_memory.py's, which takes part in
+// rounds by the same words, waits where a short wait did not suffice, and finds out who is missing.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "bindings.hpp"
+
+namespace phalanx {
+
+class Exchange {
+ public:
+  // `words` int64 flags, a rank's `line` apart; `sleeping` the index of each rank's word that says that it sleeps,
+  // `bells` the eventfds that wake it; `round` the number of the last round. Rank r's slot of a round of parity p is at
+  // `slots` + (p · size + r) · `slot_bytes`. `spins`: whether each rank has a core of its own.
+  Exchange(int rank, int size, Address words, Address round, int line, std::vector<std::int64_t> sleeping,
+           std::vector<int> bells, Address slots, std::int64_t slot_bytes, std::int64_t most_bytes, std::int64_t what,
+           bool spins);
+  Exchange(const Exchange&) = delete;
+
+  // Whether a sum of so many bytes takes one round.
+  bool takes(std::int64_t bytes) const { return bytes > 0 && bytes * size_ <= most_bytes_; }
+  // This rank's part, into its slot; the round has begun.
+  void begin(const void* part, std::int64_t bytes);
+  // Whether all ranks' parts are there and of one kind; waits a moment for them.
+  bool done() const;
+  // All ranks' parts of this round.
+  const std::vector<Address>& parts();
+
+ private:
+  bool arrived() const;
+
+  int rank_, size_;
+  std::int64_t *words_, *round_;
+  int line_;
+  std::vector<std::int64_t> sleeping_;
+  std::vector<int> bells_;
+  Address slots_;
+  std::int64_t slot_bytes_, most_bytes_, what_, said_ = 0;
+  bool spins_;
+  std::vector<Address> parts_;
+};
+
+}  // namespace phalanx

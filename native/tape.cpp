@@ -1,0 +1,237 @@
+#include "tape.hpp"
+
+#include <nanobind/stl/tuple.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "calls.hpp"
+
+namespace phalanx {
+namespace {
+
+constexpr std::size_t kLine = 64;
+
+std::size_t whole_lines(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
+}  // namespace
+
+// Where the buffers of a step are.
+struct Tape::Room {
+  Address at[kBuffers];
+  std::size_t item;
+  Address operator[](Buffer buffer) const { return at[static_cast<int>(buffer)]; }
+};
+
+Tape::Tape(int type, int hidden, int wide, int inner)
+    : type_(type), hidden_(hidden), widths_{hidden, hidden, hidden, wide, inner} {}
+
+Tape::Entry& Tape::add(Kind kind, int from, int to) {
+  if (from < 0 || to < 0 || from >= kBuffers || to >= kBuffers) throw std::invalid_argument("there is no such buffer");
+  Entry& entry = entries_.emplace_back();
+  entry.kind = kind;
+  entry.from = static_cast<Buffer>(from);
+  entry.to = static_cast<Buffer>(to);
+  return entry;
+}
+
+void Tape::norm(int x, int delta, Address weight, Address bias, int to, double eps, int layer, int types) {
+  Entry& entry = add(Kind::norm, x, to);
+  entry.delta = static_cast<Buffer>(delta);
+  entry.first = weight;
+  entry.second = bias;
+  entry.eps = eps;
+  entry.flag = layer;
+  entry.types = types;
+}
+
+void Tape::multiply_packed(int x, int to, int column, int pitch, Address weights, Address bias, int depth, int outputs) {
+  Entry& entry = add(Kind::packed, x, to);
+  entry.first = weights;
+  entry.second = bias;
+  entry.column = column;
+  entry.pitch = pitch;
+  entry.depth = depth;
+  entry.width = outputs;
+}
+
+void Tape::multiply_blocks(int x, int to, int column, int pitch, Address parts, int count, Address bias, int bias_type,
+                           int inputs, int lead) {
+  Entry& entry = add(Kind::blocks, x, to);
+  entry.first = parts;
+  entry.count = count;
+  entry.second = bias;
+  entry.types = bias_type;
+  entry.column = column;
+  entry.pitch = pitch;
+  entry.depth = inputs;
+  entry.lead = lead;
+}
+
+void Tape::attend(int qkv, int to, Address query_norm, Address key_norm, int norm_type, double eps) {
+  Entry& entry = add(Kind::attend, qkv, to);
+  entry.first = query_norm;
+  entry.second = key_norm;
+  entry.types = norm_type;
+  entry.eps = eps;
+}
+
+void Tape::activate(int x, int to, int width, int function, bool gated) {
+  Entry& entry = add(Kind::activate, x, to);
+  entry.width = width;
+  entry.function = function;
+  entry.flag = gated;
+}
+
+void Tape::sum() { add(Kind::sum, static_cast<int>(Buffer::delta), static_cast<int>(Buffer::delta)); }
+
+void Tape::add_bias(Address bias) {
+  add(Kind::bias, static_cast<int>(Buffer::delta), static_cast<int>(Buffer::delta)).first = bias;
+}
+
+std::size_t Tape::workspace_bytes(std::size_t rows) const {
+  std::size_t bytes = 0;
+  for (int b = 1; b < kBuffers; ++b) bytes += whole_lines(rows * widths_[b] * (type_ == 1 ? 2 : 4));
+  return bytes;
+}
+
+Tape::Room Tape::room(const TapeStep& step) const {
+  Room room;
+  room.item = type_ == 1 ? 2 : 4;
+  room.at[0] = step.stream;
+  Address at = step.workspace;
+  for (int b = 1; b < kBuffers; ++b) {
+    room.at[b] = at;
+    at += whole_lines(step.rows * widths_[b] * room.item);
+  }
+  return room;
+}
+
+bool Tape::adds_delta() const {
+  return !entries_.empty() && entries_[0].kind == Kind::norm && entries_[0].delta != Buffer::none;
+}
+
+void Tape::add_delta(const TapeStep& step) const {
+  const Room room = this->room(step);
+  const Address both[2] = {room[Buffer::stream], room[Buffer::delta]};
+  phalanx::add_up(both, 2, both[0], step.rows, hidden_, type_);
+}
+
+int Tape::play(const TapeStep& step, const Placing& placing, int entry, bool arrived, bool& begun) const {
+  const Room room = this->room(step);
+  for (std::size_t i = entry; i < entries_.size(); ++i) {
+    const Entry& next = entries_[i];
+    if (next.kind != Kind::sum) {
+      play(next, step, placing, room);
+      continue;
+    }
+    const std::int64_t bytes = step.rows * hidden_ * room.item;
+    begun = step.exchange != nullptr && step.exchange->takes(bytes);
+    if (!begun) return static_cast<int>(i);
+    if (!arrived) {
+      step.exchange->begin(at_address<void>(room[next.from]), bytes);
+      if (!step.exchange->done()) return static_cast<int>(i);
+    }
+    arrived = false;
+    const std::vector<Address>& parts = step.exchange->parts();
+    phalanx::add_up(parts.data(), static_cast<int>(parts.size()), room[next.to], step.rows, hidden_, type_);
+  }
+  return -1;
+}
+
+void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room) const {
+  const Address from = room[entry.from], to = room[entry.to], part = to + entry.column * room.item;
+  switch (entry.kind) {
+    case Kind::norm: {
+      // A block's first norm adds what the block before has left, if there is one.
+      const bool adds = entry.delta != Buffer::none && (&entry != entries_.data() || placing.added);
+      phalanx::norm(from, adds ? room[entry.delta] : 0, entry.first, entry.second, to, step.rows, hidden_,
+                    static_cast<float>(entry.eps), entry.flag, entry.types);
+      break;
+    }
+    case Kind::packed:
+      phalanx::multiply_packed(from, entry.depth, entry.first, entry.second, part, entry.pitch, step.rows, entry.depth,
+                               entry.width, type_, false);
+      break;
+    case Kind::blocks:
+      phalanx::multiply_blocks(from, entry.depth, step.rows, entry.depth, entry.lead, type_, entry.first, entry.count,
+                               part, entry.pitch, type_, entry.second, entry.types);
+      break;
+    case Kind::attend: {
+      const Turn& turn = placing.turn;
+      attend_merged(*placing.layer, *step.plan, from, type_, entry.first, entry.second, entry.types, entry.eps,
+                    turn.cos, turn.sin, turn.type, turn.dim, placing.factor, to);
+      break;
+    }
+    case Kind::activate:
+      (entry.flag ? phalanx::activate_gated : phalanx::activate)(from, to, step.rows, entry.width, entry.function, type_);
+      break;
+    case Kind::bias:
+      phalanx::add_bias(to, entry.first, step.rows, hidden_, type_);
+      break;
+    case Kind::sum:
+      break;
+  }
+}
+
+void Reel::thread(std::vector<const AttentionLayer*> layers) {
+  if (!layers.empty() && layers.size() != blocks_.size()) throw std::invalid_argument("each block has one cache");
+  layers_ = std::move(layers);
+}
+
+Reel::Place Reel::play(const TapeStep& step, Place from, int most) const {
+  for (int b = from.block; b < static_cast<int>(layers_.size()); ++b) {
+    if (b - from.block == most) return {b, 0, Stop::pause};
+    const ReelBlock& block = blocks_[b];
+    Placing placing{b > 0 && blocks_[b - 1].leaves_delta, layers_[b], {}, 0};
+    if (block.turn >= 0) placing.turn = step.turns[block.turn];
+    if (block.factor >= 0) placing.factor = step.factors[block.factor];
+    const bool begins = b != from.block || from.stop == Stop::pause;
+    if (begins && placing.added && !block.tape->adds_delta()) block.tape->add_delta(step);
+    // Behind a sum that the caller has made, or at one that it has waited for.
+    const int entry = begins ? 0 : from.entry + (from.stop == Stop::sum);
+    bool begun = false;
+    const int stopped = block.tape->play(step, placing, entry, !begins && from.stop == Stop::wait, begun);
+    if (stopped >= 0) return {b, stopped, begun ? Stop::wait : Stop::sum};
+  }
+  return {0, 0, Stop::end};
+}
+
+void bind_tape(nb::module_& m) {
+  nb::class_<Exchange>(m, "Exchange")
+      .def(nb::init<int, int, Address, Address, int, std::vector<std::int64_t>, std::vector<int>, Address, std::int64_t,
+                    std::int64_t, std::int64_t, bool>());
+  nb::class_<Tape>(m, "Tape")
+      .def(nb::init<int, int, int, int>())
+      .def("norm", &Tape::norm)
+      .def("multiply_packed", &Tape::multiply_packed)
+      .def("multiply_blocks", &Tape::multiply_blocks)
+      .def("attend", &Tape::attend)
+      .def("activate", &Tape::activate)
+      .def("sum", &Tape::sum)
+      .def("add_bias", &Tape::add_bias)
+      .def("workspace_bytes", &Tape::workspace_bytes);
+  nb::class_<TapeStep>(m, "TapeStep")
+      .def("__init__", [](TapeStep* self, Address workspace, Address stream, std::size_t rows, AttentionPlan& plan,
+                          const std::vector<std::tuple<Address, Address, int, int>>& turns,
+                          std::vector<Address> factors, Exchange* exchange) {
+        std::vector<Turn> made;
+        for (const auto& turn : turns)
+          made.push_back({std::get<0>(turn), std::get<1>(turn), std::get<2>(turn), std::get<3>(turn)});
+        new (self) TapeStep{workspace, stream, rows, &plan, std::move(made), std::move(factors), exchange};
+      }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
+  nb::class_<Reel>(m, "Reel")
+      .def("__init__", [](Reel* self, const std::vector<std::tuple<const Tape*, bool, int, int>>& blocks) {
+        std::vector<ReelBlock> made;
+        for (const auto& block : blocks)
+          made.push_back({std::get<0>(block), std::get<1>(block), std::get<2>(block), std::get<3>(block)});
+        new (self) Reel(std::move(made));
+      })
+      .def("thread", &Reel::thread)
+      .def("play", [](const Reel& reel, const TapeStep& step, int block, int entry, int stop, int most) {
+        const Reel::Place place = reel.play(step, {block, entry, static_cast<Reel::Stop>(stop)}, most);
+        return std::make_tuple(place.block, place.entry, static_cast<int>(place.stop));
+      }, nb::call_guard<nb::gil_scoped_release>());
+}
+
+}  // namespace phalanx

@@ -1,0 +1,116 @@
+// A tape: the kernels of a decoder's block one after the other, written down once and played each step. A reel: the tapes
+// of a rank's blocks, played in one call or a few.
+//
+// Tensors between them are buffers: the residual stream, which is the caller's, and four in the workspace behind each
+// other, [rows, width] each, the one that is left to add to the stream first. So the tapes of all blocks share a
+// workspace, and a block's delta is where the next one takes it from.
+#pragma once
+
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+#include "attention_plan.hpp"
+#include "exchange.hpp"
+
+namespace phalanx {
+
+enum class Buffer : int { stream, delta, normed, wide, inner, none };
+constexpr int kBuffers = 5;
+
+// A rotation, as attend_merged takes it.
+struct Turn {
+  Address cos = 0, sin = 0;
+  int type = -1, dim = 0;
+};
+
+// What differs from step to step. What it points to is the caller's.
+struct TapeStep {
+  Address workspace, stream;  // both aligned to 64 bytes
+  std::size_t rows;
+  AttentionPlan* plan;
+  std::vector<Turn> turns;
+  std::vector<Address> factors;  // of queries
+  Exchange* exchange;            // null: the caller adds up
+};
+
+// What differs from block to block in a step.
+struct Placing {
+  bool added;  // whether there is a delta from the block before
+  const AttentionLayer* layer;
+  Turn turn;
+  Address factor;
+};
+
+class Tape {
+ public:
+  // `type` of all buffers; `hidden` numbers in a row of stream, delta and normed, `wide` and `inner` of the others.
+  Tape(int type, int hidden, int wide, int inner);
+
+  // In the order of the calls:
+  void norm(int x, int delta, Address weight, Address bias, int to, double eps, int layer, int types);
+  // `to` [rows, pitch] from `column` on; the weights are packed, or `parts` of blocks.
+  void multiply_packed(int x, int to, int column, int pitch, Address weights, Address bias, int depth, int outputs);
+  void multiply_blocks(int x, int to, int column, int pitch, Address parts, int count, Address bias, int bias_type,
+                       int inputs, int lead);
+  void attend(int qkv, int to, Address query_norm, Address key_norm, int norm_type, double eps);
+  void activate(int x, int to, int width, int function, bool gated);
+  // The ranks' deltas are added up.
+  void sum();
+  void add_bias(Address bias);
+
+  // Bytes of workspace for so many rows.
+  std::size_t workspace_bytes(std::size_t rows) const;
+  // Plays from an entry on. Returns -1 at the end, or the entry of a sum that the caller has to see to; `begun` then says
+  // that it has to wait for it, and go on from it with `arrived`; else to make it, and go on behind it.
+  int play(const TapeStep& step, const Placing& placing, int entry, bool arrived, bool& begun) const;
+  // Before it, where it does not add the delta of the block before itself.
+  void add_delta(const TapeStep& step) const;
+  bool adds_delta() const;
+
+ private:
+  enum class Kind { norm, packed, blocks, attend, activate, sum, bias };
+  struct Entry {
+    Kind kind;
+    Buffer from = Buffer::none, to = Buffer::none, delta = Buffer::none;
+    Address first = 0, second = 0;  // weights
+    int width = 0, depth = 0, column = 0, pitch = 0, count = 0, lead = 0;
+    int types = -1, function = 0;
+    bool flag = false;
+    double eps = 0;
+  };
+  struct Room;
+
+  Entry& add(Kind kind, int from, int to);
+  Room room(const TapeStep& step) const;
+  void play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room) const;
+
+  int type_, hidden_, widths_[kBuffers];
+  std::vector<Entry> entries_;
+};
+
+struct ReelBlock {
+  const Tape* tape;
+  bool leaves_delta;
+  int turn, factor;  // which of a step's; -1: none
+};
+
+class Reel {
+ public:
+  explicit Reel(std::vector<ReelBlock> blocks) : blocks_(std::move(blocks)) {}
+  // Each block's cache, or nothing.
+  void thread(std::vector<const AttentionLayer*> layers);
+  // Where it stopped, and why: `sum` to be made or `wait`ed for, as Tape::play says, or a `pause` after `most` blocks.
+  enum class Stop { sum, wait, pause, end };
+  struct Place {
+    int block = 0, entry = 0;
+    Stop stop = Stop::pause;
+  };
+  Place play(const TapeStep& step, Place from, int most) const;
+
+ private:
+  std::vector<ReelBlock> blocks_;
+  std::vector<const AttentionLayer*> layers_;
+};
+
+}  // namespace phalanx
