@@ -171,6 +171,10 @@ class Reel:
         self._blocks = tuple(blocks)
         self._reel = library.Reel([(b.tape.native, b.leaves_delta, b.turn, b.factor) for b in blocks])
         self._layers: Sequence[PagedLayer] = ()
+        self._narrowest = 0
+        """Of their heads."""
+        self._room = (0, 0)
+        """Tokens of the last step, and the bytes of workspace that they took."""
 
     def thread(self, layers: Sequence[PagedLayer] | None) -> None:
         """These are the blocks' caches, or there are none. Raises ValueError for those of other shapes."""
@@ -182,10 +186,13 @@ class Reel:
             if (layer.width, layer.dim) != block.tape.attends:
                 raise ValueError("a layer of attention is not of the recorded shape")
         self._layers = layers  # held on to
+        self._narrowest = min(layer.dim for layer in layers)
         self._reel.thread([layer.layer for layer in layers])
 
     def workspace_bytes(self, rows: int) -> int:
-        return max(int(block.tape.native.workspace_bytes(rows)) for block in self._blocks)
+        if self._room[0] != rows:
+            self._room = rows, max(block.tape.native.workspace_bytes(rows) for block in self._blocks)
+        return self._room[1]
 
     def begin(
         self, workspace: torch.Tensor, stream: torch.Tensor, step: PagedStep, turns: Sequence[Rotation],
@@ -201,10 +208,9 @@ class Reel:
             or any(f.numel() != step.tokens or f.dtype is not first.dtype or not f.is_contiguous() for f in factors)
         ):  # fmt: skip
             raise ValueError("the stream, its workspace or the factors do not fit the step")
-        narrowest = min(layer.dim for layer in self._layers)
         return self._library.TapeStep(
             workspace.data_ptr(), stream.data_ptr(), step.tokens, step.plan,
-            [step.rotation(turn, narrowest) for turn in turns], [f.data_ptr() for f in factors], exchange,
+            [step.rotation(turn, self._narrowest) for turn in turns], [f.data_ptr() for f in factors], exchange,
         )  # fmt: skip
 
     def play(self, step: Any, place: Place, most: int) -> Place:
