@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from phalanx.distributed.collectives import Group
 from phalanx.distributed.partition import Partition
+from phalanx.kernels import sampling as kernels
 from phalanx.sampling.logprobs import SPARE
 from phalanx.sampling.order import first_candidates
 from phalanx.sampling.parameters import GREEDY_BELOW, SamplingTable
@@ -59,6 +60,8 @@ class SplitSampler:
 
     def sample(self, logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch) -> Sampled:
         """As `sampler.sample`: one token a row of `logits` float32 [R, own tokens], which is changed in place."""
+        if table.plain[batch.slots].all() and not len(batch.mask_rows) and kernels.serves(logits):
+            return self._largest(logits)
         rows = len(logits)
         asked = np.flatnonzero(table.logprobs[batch.slots] >= 0)
         raw = logits[self._index(asked, logits)] if len(asked) else logits
@@ -141,6 +144,18 @@ class SplitSampler:
             else None
             for i, n in enumerate(num_top.clip(0, wanted).tolist())
         ]
+
+    def _largest(self, logits: torch.Tensor) -> Sampled:
+        """`sample` where every row takes the largest of the model's own logits: the same exchange, and little else."""
+        rows = len(logits)
+        tokens, best = kernels.choose(logits, None, self._first)
+        words = np.concatenate([best.view(np.int32), best.view(np.int32), tokens.astype(np.int32)])
+        heard = _Heard(self._exchange([torch.from_numpy(words)]))
+        heard.floats(rows)  # of the logits before constraints, which are the same
+        bests, firsts = heard.floats(rows), heard.ints(rows)
+        usable = np.isfinite(bests.max(0))
+        chosen = np.where(usable, firsts[bests.argmax(0), np.arange(rows)], np.int32(NO_TOKEN))
+        return Sampled(chosen, {}, dict.fromkeys(np.flatnonzero(~usable).tolist(), NO_SCORES))
 
     # -- drawing
 
