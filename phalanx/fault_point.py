@@ -26,6 +26,7 @@ from phalanx.errors import ConfigError
 T = TypeVar("T")
 
 POINTS = (
+    "join",  # a rank, before it says that it is there
     "load",  # a rank, before it reads its weights
     "fill",  # a rank, when half of its weights are read
     "allocate",  # a rank, before it makes its cache

@@ -147,6 +147,7 @@ class Rank:
     def __init__(self, start: RankStart, keeper: _Keeper):
         self._start, self._keeper = start, keeper
         self._never = Abort()
+        reach("join", rank=start.rank, life=start.life)
         self._stream = _reach(start, self._never)
         self._door = Door(start.rank, start.host, _own_gpu(start))
         self._pulse = Pulse()

@@ -32,7 +32,9 @@ NOT_RUN = {
     "pip install torch==2.13.0": "has been installed by make setup",
     "pip install .": "test_packaging.py builds and installs the package",
     "pip install ./examples": "tests/engine/test_plug_ins.py installs the page's package",
-    "phalanx serve -dp 2 --scheduling-policy shortest-first --routing-policy by-salt": "and takes its policies",
+    "phalanx serve -dp 2 -tp 2 --scheduling-policy shortest-first --routing-policy by-salt --transport half-width": (
+        "and takes its policies"
+    ),
 }
 BIN = os.path.dirname(sys.executable)
 

@@ -114,15 +114,21 @@ class TestKilledWhileStarting:
 
 
 class TestCannotStart:
-    def test_one_that_never_joins(self, supervisor, config, monkeypatch):
-        monkeypatch.setattr(hub, "join_bound", lambda floor: 0.5)
-        executor = mp_executor(supervisor, Mesh(tp=2))
-        launcher(executor).on_start = lambda rank, pid: os.kill(pid, signal.SIGSTOP) if rank == 1 else None
+    def test_one_that_never_joins(self, config, monkeypatch, tmp_path):
+        now = tmp_path / "now"
         with (
-            fails_cleanly(supervisor, 5),
-            pytest.raises(WorkerDied, match=r"Worker 1 died: it did not join within 0\.5 s"),
+            env.changed(PHALANX_FAULT=f"at=join,rank=1,do=stop,file={now}"),
+            contextlib.closing(SupervisorProcess(zygote=True)) as own,
         ):
-            executor.start(config)
+            own.start()
+            first = mp_executor(own, Mesh(tp=2))
+            first.start(config)  # now the supervisor has imported what ranks need
+            first.close()
+            now.touch()
+            monkeypatch.setattr(hub, "join_bound", lambda floor: 2.0)
+            words = r"Worker 1 died: it did not join within 2 s \(waiting for 1\)"
+            with fails_cleanly(own, 7), pytest.raises(WorkerDied, match=words):
+                mp_executor(own, Mesh(tp=2)).start(config)
 
     def test_the_model_is_gone(self, supervisor, tmp_path):
         folder = write_model(tmp_path / "model")
