@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from common import setting, summary, write
 
-from phalanx.kernels.library import describe, native, use_threads
+from phalanx.kernels.library import choice, native, use_threads
 from phalanx.kernels.matmul import PackedMatrix
 from phalanx.kernels.weight_memory import WeightMemory
 
@@ -156,12 +156,12 @@ def main() -> None:
         raise SystemExit("the native library was not built")
     torch.set_num_threads(arguments.threads)
     use_threads(arguments.threads)
-    print(describe())
+    print(choice().reason)
     products = {}
     for name in arguments.types.split(","):
         print(name)
         products[name] = measure(TYPES[name], arguments.runs, arguments.cpu_time)
-    write({**setting(), "kernels": describe(), "threads": arguments.threads, "products": products}, arguments.json)
+    write({**setting(), "kernels": choice().reason, "threads": arguments.threads, "products": products}, arguments.json)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 LEAST_TOKEN, MOST_TOKEN = 100, 40_000
@@ -169,8 +171,9 @@ class Limits:
         return len(prompts) * output_len
 
 
-ENGINES: dict[str, type[Engine]] = {
+ENGINES: dict[str, Callable[[str], Engine]] = {
     "phalanx": Phalanx,
+    "phalanx expanded": partial(Phalanx, quantization="none"),
     "transformers": Transformers,
     "vllm": Vllm,
     "llama.cpp": LlamaCpp,

@@ -57,14 +57,14 @@ WORKLOADS = {
 }
 BF16, FILE = "bf16", "Q4_1"
 SIDES = {
-    "phalanx bf16": ("phalanx", "", BF16),
+    "phalanx bf16": ("phalanx expanded", "", BF16),
     "phalanx Q4_1": ("phalanx", "", FILE),
     "transformers": ("transformers", "", BF16),
     "vllm": ("vllm", "vllm", BF16),
     "llama.cpp": ("llama.cpp", "llamacpp", FILE),
     "openvino": ("openvino", "openvino", FILE),
 }
-"""By name: the engine, the folder of its environment (empty: ours), and what it is given."""
+"""By name: the engine, the folder of its environment (empty: ours), and the type of weights that it computes with."""
 GOALS = {
     "decode1": {("phalanx bf16", "vllm"): 2.2, ("phalanx Q4_1", "llama.cpp"): 2.2, ("phalanx Q4_1", "openvino"): 2.2},
     "prefill1024": {("phalanx bf16", "vllm"): 1.0, ("phalanx Q4_1", "openvino"): 1.2, ("phalanx Q4_1", "llama.cpp"): 5},
@@ -132,7 +132,7 @@ def compare(names: list[str], peers: Path | None, runs: int, workloads: list[str
         for name in names:
             engine, folder, kind = SIDES[name]
             python = str(peers / folder / "bin" / "python") if peers is not None and folder else sys.executable
-            sides.append(Side(name, engine, python, models[kind]))
+            sides.append(Side(name, engine, python, models[FILE if engine.startswith("phalanx") else kind]))
             result["start"][name] = {"command": round(sides[-1].start_s, 2), "engine": round(sides[-1].ready_s, 2)}
             print(f"{name:<14} ready after {sides[-1].start_s:.1f} s", file=sys.stderr)
         for workload in workloads:

@@ -16,7 +16,7 @@ from kernels import in_turns
 
 from phalanx.kernels.block_layout import BLOCK, KINDS, shift_of
 from phalanx.kernels.block_matmul import BlockProduct, IntegerRows, PackedBlocks, pack_blocks, pack_integers
-from phalanx.kernels.library import describe, native, use_threads
+from phalanx.kernels.library import choice, native, use_threads
 from phalanx.kernels.weight_memory import WeightMemory
 
 NAMES = ("Q4_0", "Q4_1", "Q4_K", "INT4/32", "INT4/128", "INT4", "INT8")
@@ -56,7 +56,7 @@ def main() -> None:
         raise SystemExit("the native library was not built")
     torch.set_num_threads(arguments.threads)
     use_threads(arguments.threads)
-    print(describe())
+    print(choice().reason)
     memory, sets = WeightMemory(), {}
     for name in NAMES:
         first = BlockProduct([matrix(name, memory)])
@@ -72,7 +72,7 @@ def main() -> None:
             results.append({"kind": name, "rows": rows, "bits": 8 * nbytes / OUTPUTS / INPUTS, "us": us})
             rate = nbytes / us["median"] / 1e3
             print(f"{name:9}{rows:4} rows {shown(us, 0):>22} us, {rate:5.1f} GB/s, {results[-1]['bits']:.2f} bits")
-    write({**setting(), "kernels": describe(), "threads": arguments.threads, "products": results}, arguments.json)
+    write({**setting(), "kernels": choice().reason, "threads": arguments.threads, "products": results}, arguments.json)
 
 
 if __name__ == "__main__":
