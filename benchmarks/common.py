@@ -43,10 +43,10 @@ def write(result: dict[str, Any], target: str | None) -> None:
 def demo_for_transformers() -> Path:
     """A folder with the demo model as `transformers` reads it fastest: bfloat16 safetensors. Made once."""
     target = env.cache_dir() / "demo-transformers-bf16"
-    if (target / "config.json").exists():
+    if (target / "tokenizer.json").exists():
         return target
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = locate(None).weight_files[0]
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
@@ -56,4 +56,5 @@ def demo_for_transformers() -> Path:
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.load_state_dict(loaded.state_dict())
     plain.save_pretrained(target)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(target)
     return target
