@@ -84,7 +84,7 @@ class Side:
         self.name = name
         began = time.perf_counter()
         self._process = subprocess.Popen(
-            [python, str(Path(__file__).with_name("peer_engines.py")), engine, model],
+            [python, "-P", str(Path(__file__).with_name("peer_engines.py")), engine, model],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
         )  # fmt: skip
         self.ready_s = self._answer()["ready_s"]
