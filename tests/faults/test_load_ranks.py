@@ -97,20 +97,20 @@ class TestKilledWhileStarting:
         assert time.monotonic() - killed[0] < 1.5
         executor.close()
 
-    def test_the_supervisor(self, supervisor, config):
-        executor = mp_executor(supervisor, Mesh(tp=2))
-        killed = []
-
-        def progress(name: str, share: float) -> None:
-            if not killed:
-                killed.append(supervisor._process.pid)
-                supervisor._process.kill()
-
-        with pytest.raises(WorkerDied, match="it ended with its supervisor: it was killed by SIGKILL"):
-            executor.start(config, progress)
-        executor.start(config)  # under a new one
-        assert answer(executor.submit(plan([Run(0, 1)], admit=[admission(0, [1], [0])])).result()).tokens
-        executor.close()
+    def test_the_supervisor(self, config, tmp_path):
+        held = tmp_path / "held"
+        held.touch()
+        with (
+            env.changed(PHALANX_FAULT=f"at=allocate,do=sleep=60,while={held}"),
+            contextlib.closing(SupervisorProcess(zygote=True)) as own,
+        ):
+            executor = mp_executor(own, Mesh(tp=2))
+            with pytest.raises(WorkerDied, match="it ended with its supervisor: it was killed by SIGKILL"):
+                executor.start(config, lambda *_: own._process.kill())
+            held.unlink()
+            executor.start(config)  # under a new one
+            assert answer(executor.submit(plan([Run(0, 1)], admit=[admission(0, [1], [0])])).result()).tokens
+            executor.close()
 
 
 class TestCannotStart:
