@@ -19,7 +19,11 @@
 namespace phalanx::PHALANX_ISA {
 
 using f32x16 = float __attribute__((vector_size(64)));
+using f32x8 = float __attribute__((vector_size(32)));
+using f32x4 = float __attribute__((vector_size(16)));
 using i32x16 = std::int32_t __attribute__((vector_size(64)));
+using i32x8 = std::int32_t __attribute__((vector_size(32)));
+using i32x4 = std::int32_t __attribute__((vector_size(16)));
 using u32x16 = std::uint32_t __attribute__((vector_size(64)));
 using u16x16 = std::uint16_t __attribute__((vector_size(32)));
 using u16x32 = std::uint16_t __attribute__((vector_size(64)));
@@ -66,11 +70,26 @@ PHALANX_INLINE u16x16 to_bf16(f32x16 x) {
 
 // Lanes summed in a fixed order: halves onto each other.
 PHALANX_INLINE float sum(f32x16 v) {
-  float lane[16];
-  store(lane, v);
-  for (int width = 8; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
-  return lane[0];
+  const union { f32x16 v; f32x8 half[2]; } all{v};
+  const union { f32x8 v; f32x4 half[2]; } eight{all.half[0] + all.half[1]};
+  const f32x4 four = eight.half[0] + eight.half[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+PHALANX_INLINE std::int32_t sum(i32x16 v) {
+  const union { i32x16 v; i32x8 half[2]; } all{v};
+  const union { i32x8 v; i32x4 half[2]; } eight{all.half[0] + all.half[1]};
+  const i32x4 four = eight.half[0] + eight.half[1];
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+template <typename V>
+PHALANX_INLINE V larger(V a, V b) {
+  return a > b ? a : b;
+}
+PHALANX_INLINE std::int32_t largest(i32x16 v) {
+  const union { i32x16 v; i32x8 half[2]; } all{v};
+  const union { i32x8 v; i32x4 half[2]; } eight{larger(all.half[0], all.half[1])};
+  const i32x4 four = larger(eight.half[0], eight.half[1]);
+  return larger(larger(four[0], four[2]), larger(four[1], four[3]));
 }
 
 // Numbers of a tensor, sixteen or fewer, as float32; and back, rounded.

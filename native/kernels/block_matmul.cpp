@@ -29,8 +29,6 @@ using s8x16 = std::int8_t __attribute__((vector_size(16)));
 
 #define PHALANX_UNROLL _Pragma("GCC unroll 8")
 
-constexpr int kAhead = 2048;  // bytes of weights that are asked for before they are read
-
 PHALANX_INLINE std::int32_t four(const std::int8_t* q) {
   std::int32_t v;
   std::memcpy(&v, q, sizeof v);
@@ -181,14 +179,14 @@ PHALANX_INLINE void put(const BlockProduct& product, std::size_t column, int cou
     store_some(y, load16(lanes), count);
 }
 
-// kRows rows times the outputs from `lane` on of kGroups groups. What is added to a result, and in which order, is the
+// kRows rows times the outputs from `lane` on of kGroups groups; the groups after them are fetched meanwhile. What is added to a result, and in which order, is the
 // same for every kRows and kGroups: block by block, the block's integers exactly.
 template <BlockKind kKind, int kRows, int kGroups>
 void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
           std::size_t row, int lane) {
   using K = Kind<kKind>;
-  constexpr bool kTwoSums = K::halves || kRows * kGroups <= 4;  // few sums would wait for each other
-  const std::size_t blocks = product.rows.blocks;
+  constexpr bool kTwoSums = K::halves || kRows * kGroups <= 8;  // few sums would wait for each other
+  const std::size_t blocks = product.rows.blocks, after = kGroups * shape.bytes;
   const std::uint8_t* packed = reinterpret_cast<const std::uint8_t*>(part.packed) + group * shape.bytes;
   const std::int8_t* q = product.rows.q + row * blocks * kBlock;
   const float* scale = product.rows.scale + row * blocks;
@@ -217,8 +215,8 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
       PHALANX_UNROLL
       for (int c = 0; c < kGroups; ++c) {
         const std::uint8_t* block = packed + c * shape.bytes + b * 64 * K::bits;
-        __builtin_prefetch(block + kAhead + 64 * j);
-        if constexpr (K::bits == 8) __builtin_prefetch(block + kAhead + 64 * (4 + j));
+        __builtin_prefetch(block + after + 64 * j);
+        if constexpr (K::bits == 8) __builtin_prefetch(block + after + 64 * (4 + j));
         K::unpack(block + 4 * lane, j, low[c], high[c]);
       }
       PHALANX_UNROLL
@@ -235,7 +233,9 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
     }
     PHALANX_UNROLL
     for (int c = 0; c < kGroups; ++c) {
-      const Scales scales = scales_of<kKind>(packed + c * shape.bytes, shape, b, lane);
+      const std::uint8_t* own = packed + c * shape.bytes;
+      if constexpr (K::layout.scale_bytes > 0) __builtin_prefetch(own + after + shape.scales + b * K::layout.scale_bytes);
+      const Scales scales = scales_of<kKind>(own, shape, b, lane);
       PHALANX_UNROLL
       for (int r = 0; r < kRows; ++r) {
         const floats factor = floats{} + scale[r * blocks + b];
@@ -284,36 +284,33 @@ void tiles(const BlockProduct& product, const BlockPart& part, const GroupShape&
   for (int lane = 0; lane < kLanes; lane += kWidth) tile<kKind, kRows, kGroups>(product, part, shape, group, row, lane);
 }
 
-// Rows that share one unpacking of the weights, as far as the registers reach.
-#if defined(__AVX512F__)
-constexpr int kMostRows = 8;
-#else
+// Rows and groups of a tile, as far as the registers reach: rows share the unpacking of weights, groups the activations.
 constexpr int kMostRows = 4;
+#if defined(__AVX512F__)
+constexpr int kMostGroups = 2;
+#else
+constexpr int kMostGroups = 1;
 #endif
+
+template <BlockKind kKind, int kGroups>
+void multiply_groups(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
+                     std::size_t row, std::size_t row_end) {
+  for (; row_end - row >= kMostRows; row += kMostRows) tiles<kKind, kMostRows, kGroups>(product, part, shape, group, row);
+  if (row_end - row >= 2) {
+    tiles<kKind, 2, kGroups>(product, part, shape, group, row);
+    row += 2;
+  }
+  if (row_end > row) tiles<kKind, 1, kGroups>(product, part, shape, group, row);
+}
 
 template <BlockKind kKind>
 void multiply_kind(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
                    std::size_t row_begin, std::size_t row_end) {
   const GroupShape shape(Kind<kKind>::layout, product.rows.blocks, part.phase, static_cast<int>(part.shift));
-  for (std::size_t group = group_begin; group < group_end;) {
-    if (row_end - row_begin == 1 && group_end - group >= 2) {
-      tiles<kKind, 1, 2>(product, part, shape, group, row_begin);
-      group += 2;
-      continue;
-    }
-    std::size_t row = row_begin;
-    for (; row_end - row >= kMostRows; row += kMostRows) tiles<kKind, kMostRows, 1>(product, part, shape, group, row);
-    if (kMostRows > 4 && row_end - row >= 4) {
-      tiles<kKind, 4, 1>(product, part, shape, group, row);
-      row += 4;
-    }
-    if (row_end - row >= 2) {
-      tiles<kKind, 2, 1>(product, part, shape, group, row);
-      row += 2;
-    }
-    if (row_end > row) tiles<kKind, 1, 1>(product, part, shape, group, row);
-    ++group;
-  }
+  std::size_t group = group_begin;
+  for (; group_end - group >= kMostGroups; group += kMostGroups)
+    multiply_groups<kKind, kMostGroups>(product, part, shape, group, row_begin, row_end);
+  if (group < group_end) multiply_groups<kKind, 1>(product, part, shape, group, row_begin, row_end);
 }
 
 void multiply(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
@@ -336,7 +333,7 @@ void multiply(const BlockProduct& product, const BlockPart& part, std::size_t gr
   }
 }
 
-// The larger of two by magnitude is chosen by comparison, which drops a NaN; it comes back through x · 0.
+// Magnitudes are compared as integers, which order them as the floats they are, and above all of those Inf and NaN.
 template <typename T>
 void quantize_row(const T* x, std::size_t columns, std::size_t lead, std::size_t blocks, std::int8_t* q, float* scale,
                   float* scaled_sum, std::int32_t* offset) {
@@ -353,16 +350,12 @@ void quantize_row(const T* x, std::size_t columns, std::size_t lead, std::size_t
       from = x + (b * kBlock - lead);
     }
     const f32x16 first = load16(from), second = load16(from + 16);
-    const f32x16 poison = first * 0.0f + second * 0.0f;
-    const f32x16 a = (f32x16)((u32x16)first & 0x7fffffffu), c = (f32x16)((u32x16)second & 0x7fffffffu);
-    float lane[16];
-    store(lane, a > c ? a : c);
-    for (int width = 8; width > 0; width /= 2)
-      for (int i = 0; i < width; ++i) lane[i] = lane[i] > lane[i + width] ? lane[i] : lane[i + width];
-    const float most = lane[0], wrong = sum(poison);
-    const bool finite = wrong == 0.0f, tiny = !(most >= 1e-30f);
+    const std::int32_t bits = largest(larger((i32x16)first & 0x7fffffff, (i32x16)second & 0x7fffffff));
+    float most;
+    std::memcpy(&most, &bits, sizeof most);
+    const bool finite = bits < 0x7f800000, tiny = !(most >= 1e-30f);
     const float factor = finite && !tiny ? 127.0f / most : 0.0f;
-    const float unit = finite ? (tiny ? 0.0f : most / 127.0f) : wrong;
+    const float unit = finite ? (tiny ? 0.0f : most / 127.0f) : __builtin_nanf("");
     // Adding 1.5 · 2^23 rounds to an integer, to even at a tie, and leaves it in the low bits.
     const f32x16 magic = splat(12582912.0f);
     i32x16 low = {}, high = {};
@@ -372,12 +365,7 @@ void quantize_row(const T* x, std::size_t columns, std::size_t lead, std::size_t
     }
     store(q + b * kBlock, __builtin_convertvector(low, s8x16));
     store(q + b * kBlock + 16, __builtin_convertvector(high, s8x16));
-    std::int32_t sums[2] = {};
-    std::int32_t lanes[16];
-    store(lanes, low);
-    for (int i = 0; i < 16; ++i) sums[0] += lanes[i];
-    store(lanes, high);
-    for (int i = 0; i < 16; ++i) sums[1] += lanes[i];
+    const std::int32_t sums[2] = {sum(low), sum(high)};
     scale[b] = unit;
     scaled_sum[b] = unit * static_cast<float>(sums[0] + sums[1]);
     offset[2 * b] = -8 * sums[0];
