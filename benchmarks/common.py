@@ -53,7 +53,7 @@ def demo_for_transformers() -> Path:
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what was read is no longer quantised, and only that can be saved
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     plain.load_state_dict(loaded.state_dict())
     plain.save_pretrained(target)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(target)

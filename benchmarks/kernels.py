@@ -10,14 +10,18 @@ per second of the best product of 2048³ that either side has.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import setting, summary, write
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import setting, summary, write
 from phalanx.kernels.library import choice, native, use_threads
 from phalanx.kernels.matmul import PackedMatrix
 from phalanx.kernels.weight_memory import WeightMemory
@@ -86,6 +90,14 @@ class Products:
         return count, ours, theirs
 
 
+def use_kernels(threads: int) -> None:
+    if native() is None:
+        raise SystemExit("the native library was not built")
+    torch.set_num_threads(threads)
+    use_threads(threads)
+    print(choice().reason)
+
+
 def seconds(call: Callable[[], None], cpu: bool) -> float:
     clock = time.process_time if cpu else time.perf_counter
     begun = clock()
@@ -115,7 +127,7 @@ def measure(dtype: torch.dtype, runs: int, cpu: bool) -> list[dict[str, Any]]:
             found = in_turns(calls, runs, cpu)
             us = summary([1e6 * s / count for s in found["ours"]])
             read_rate = _SET_BYTES / summary(found["read"])["median"]
-            result = {
+            result: dict[str, Any] = {
                 "shape": shape,
                 "outputs": outputs,
                 "inputs": inputs,
@@ -152,11 +164,7 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="count the process's time, where other work runs too")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    if native() is None:
-        raise SystemExit("the native library was not built")
-    torch.set_num_threads(arguments.threads)
-    use_threads(arguments.threads)
-    print(choice().reason)
+    use_kernels(arguments.threads)
     products = {}
     for name in arguments.types.split(","):
         print(name)

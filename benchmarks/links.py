@@ -13,6 +13,7 @@ root. Every figure is the slower rank's; plain and packed exchanges are timed in
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -81,7 +82,7 @@ def packing(plain: Group, packed: Group, dtype: str, nbytes: int, rounds: int) -
     for _ in range(rounds + 1):
         for name, group in (("plain", plain), ("packed", packed)):
             plain.barrier()
-            times[name].append(median_ms(lambda group=group: group.all_reduce(x), 1))
+            times[name].append(median_ms(functools.partial(group.all_reduce, x), 1))
     return {"dtype": dtype, "bytes": nbytes} | {name: statistics.median(all_[1:]) for name, all_ in times.items()}
 
 
@@ -167,15 +168,20 @@ def measure(rate: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
         work = {"sizes": list(sizes), "rounds": rounds, "dtypes": ["float32", "bfloat16"]}
 
         def tell(child: subprocess.Popen[bytes], what: Any) -> None:
+            assert child.stdin
             child.stdin.write(json.dumps(what).encode() + b"\n")
             child.stdin.flush()
 
+        def hear(child: subprocess.Popen[bytes]) -> Any:
+            assert child.stdout
+            return json.loads(child.stdout.readline())
+
         for rank, (child, host) in enumerate(zip(children, hosts, strict=True)):
             tell(child, {**work, "rank": rank, "host": host.address})
-        roster = [json.loads(child.stdout.readline()) for child in children]
+        roster = [hear(child) for child in children]
         for child in children:
             tell(child, roster)
-        one, two = (json.loads(child.stdout.readline()) for child in children)
+        one, two = (hear(child) for child in children)
         for child in children:
             child.wait(30)
     rows = [

@@ -53,7 +53,8 @@ class Transformers:
 
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         self._torch = torch
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+        self._model = loaded.eval()
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
         ids = self._torch.tensor(prompts)

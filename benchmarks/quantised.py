@@ -8,15 +8,19 @@ of the packed matrices.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from common import setting, shown, summary, write
-from kernels import in_turns
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import setting, shown, summary, write
+from benchmarks.kernels import in_turns, use_kernels
 from phalanx.kernels.block_layout import BLOCK, KINDS, shift_of
 from phalanx.kernels.block_matmul import BlockProduct, IntegerRows, PackedBlocks, pack_blocks, pack_integers
-from phalanx.kernels.library import choice, native, use_threads
+from phalanx.kernels.library import choice
 from phalanx.kernels.weight_memory import WeightMemory
 
 NAMES = ("Q4_0", "Q4_1", "Q4_K", "INT4/32", "INT4/128", "INT4", "INT8")
@@ -52,11 +56,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    if native() is None:
-        raise SystemExit("the native library was not built")
-    torch.set_num_threads(arguments.threads)
-    use_threads(arguments.threads)
-    print(choice().reason)
+    use_kernels(arguments.threads)
     memory, sets = WeightMemory(), {}
     for name in NAMES:
         first = BlockProduct([matrix(name, memory)])
