@@ -2,9 +2,10 @@
 
     python benchmarks/executors.py --rounds 5 --json result.json --markdown result.md
 
-Each side is a process of its own with the demo model loaded; a round runs all of them, in an order that turns, so that
-a change of the machine's speed meets everybody, and ratios are taken within a round. Two ranks have one core each; one
-rank has one core or both. In float32 the tokens of all sides must be equal.
+A round runs every side, in an order that turns, so that a change of the machine's speed meets everybody; ratios are
+taken within a round. Each side is started for it and alone on the machine: five idle engines and two idle Ray clusters
+beside it cost those with two cores a sixth of their speed. Two ranks have one core each; one rank has one core or both,
+and whatever else a side runs (engine, front end) has the same cores. In float32 the tokens of all sides must be equal.
 
 decode1    one stream, 128 tokens in, 128 out: (tokens - 1) / (last - first token)
 batch32    32 at once, 128 in, 64 out: output tokens / wall time
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -53,13 +55,11 @@ class Engine:
     def __init__(self, cores: int, options: dict[str, Any]):
         from phalanx import AsyncEngine, EngineConfig
 
-        every = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, sorted(every)[:cores])  # the engine and its ranks inherit it
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])  # the engine and its ranks inherit it
         self._loop = asyncio.new_event_loop()
         config = EngineConfig.from_options(max_model_len=2048, kv_cache_memory_bytes="512M", **options)
         self._engine = AsyncEngine(config)
         self._loop.run_until_complete(self._engine.start())
-        os.sched_setaffinity(0, every)
 
     def run(self, prompts: list[list[int]], output_len: int) -> dict[str, Any]:
         return self._loop.run_until_complete(self._run(prompts, output_len))
@@ -135,22 +135,18 @@ class Side:
 
 
 def measure(names: list[str], workloads: list[str], rounds: int, dtype: str) -> dict[str, Any]:
-    sides = [Side(name, dtype) for name in names]
     figures: dict[str, dict[str, list[float]]] = {w: {name: [] for name in names} for w in workloads}
-    try:
-        for workload in workloads:
-            for number in range(-1, rounds):  # one that does not count
-                answers = []
-                for side in sides[number % len(sides) :] + sides[: number % len(sides)]:
-                    figure, tokens = side.run(workload, seed=number + 1)
-                    answers.append(tokens)
-                    if number >= 0:
-                        figures[workload][side.name].append(figure)
-                if dtype == "float32" and any(tokens != answers[0] for tokens in answers):
-                    raise SystemExit(f"{workload}: the sides' tokens differ")
-    finally:
-        for side in sides:
-            side.close()
+    for number in range(rounds):
+        answers: dict[str, list[list[list[int]]]] = {w: [] for w in workloads}
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            with contextlib.closing(Side(name, dtype)) as side:
+                for workload in workloads:
+                    side.run(workload, seed=rounds)  # one that does not count
+                    figure, tokens = side.run(workload, seed=number)
+                    figures[workload][name].append(figure)
+                    answers[workload].append(tokens)
+        if dtype == "float32" and any(tokens != of[0] for of in answers.values() for tokens in of):
+            raise SystemExit("the sides' tokens differ")
     ratios = {
         f"{a} / {b}": {
             workload: {
