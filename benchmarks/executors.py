@@ -101,9 +101,9 @@ def child(name: str, dtype: str, sides: dict[str, tuple[int, dict[str, Any]]] = 
 class Side:
     """One executor in its process."""
 
-    def __init__(self, name: str, dtype: str, script: str = __file__):
+    def __init__(self, name: str, dtype: str, script: str):
         """`script` calls `child` when it is told to."""
-        self.name = name
+        self._name = name
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
         self._process = subprocess.Popen(
             [sys.executable, script, "--child", name, "--dtype", dtype],
@@ -130,16 +130,19 @@ class Side:
     def _line(self) -> str:
         line = self._process.stdout.readline().strip()  # type: ignore[union-attr]
         if not line:
-            raise SystemExit(f"{self.name} ended with exit code {self._process.wait()}")
+            raise SystemExit(f"{self._name} ended with exit code {self._process.wait()}")
         return line
 
 
-def measure(names: list[str], workloads: list[str], rounds: int, dtype: str) -> dict[str, Any]:
+def run_in_turns(
+    names: list[str], workloads: list[str], rounds: int, dtype: str, script: str = __file__
+) -> dict[str, dict[str, list[float]]]:
+    """The figures of each workload, by side."""
     figures: dict[str, dict[str, list[float]]] = {w: {name: [] for name in names} for w in workloads}
     for number in range(rounds):
         answers: dict[str, list[list[list[int]]]] = {w: [] for w in workloads}
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            with contextlib.closing(Side(name, dtype)) as side:
+            with contextlib.closing(Side(name, dtype, script)) as side:
                 for workload in workloads:
                     side.run(workload, seed=rounds)  # one that does not count
                     figure, tokens = side.run(workload, seed=number)
@@ -147,6 +150,11 @@ def measure(names: list[str], workloads: list[str], rounds: int, dtype: str) -> 
                     answers[workload].append(tokens)
         if dtype == "float32" and any(tokens != of[0] for of in answers.values() for tokens in of):
             raise SystemExit("the sides' tokens differ")
+    return figures
+
+
+def measure(names: list[str], workloads: list[str], rounds: int, dtype: str) -> dict[str, Any]:
+    figures = run_in_turns(names, workloads, rounds, dtype)
     ratios = {
         f"{a} / {b}": {
             workload: {

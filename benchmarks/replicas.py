@@ -2,8 +2,8 @@
 
     python benchmarks/replicas.py --rounds 5 --json result.json
 
-Each side is a process of its own with the demo model loaded; in a round both run, one after the other and in turns the
-first, and the ratio is taken within the round. The figure is that of `batch32` in executors.py: output tokens over wall
+Each side is started for it, alone on the machine; in a round both run, one after the other and in turns the first, and
+the ratio is taken within the round. The figure is that of `batch32` in executors.py: output tokens over wall
 time of 32 requests at once, 128 tokens in, 64 out. In float32 the tokens must be equal.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import setting, shown, summary, write
-from benchmarks.executors import Side, child
+from benchmarks.executors import child, run_in_turns
 
 ONE, TWO = "one replica, two cores", "two replicas, one core each"
 SIDES: dict[str, tuple[int, dict[str, Any]]] = {ONE: (2, {}), TWO: (2, {"data_parallel_size": 2})}
@@ -27,21 +27,7 @@ HOPED = 0.95
 
 
 def measure(rounds: int, dtype: str) -> dict[str, Any]:
-    sides = [Side(name, dtype, __file__) for name in SIDES]
-    figures: dict[str, list[float]] = {name: [] for name in SIDES}
-    try:
-        for number in range(-1, rounds):  # one that does not count
-            answers = []
-            for side in sides if number % 2 else sides[::-1]:
-                figure, tokens = side.run(WORKLOAD, seed=number + 1)
-                answers.append(tokens)
-                if number >= 0:
-                    figures[side.name].append(figure)
-            if dtype == "float32" and answers[0] != answers[1]:
-                raise SystemExit("the sides' tokens differ")
-    finally:
-        for side in sides:
-            side.close()
+    figures = run_in_turns([ONE, TWO], [WORKLOAD], rounds, dtype, __file__)[WORKLOAD]
     ratios = [two / one for one, two in zip(figures[ONE], figures[TWO], strict=True)]
     return {
         "benchmark": "replicas",
