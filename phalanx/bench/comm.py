@@ -13,7 +13,6 @@ import os
 import secrets
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ class _Order(msgspec.Struct, frozen=True):
     transports: list[str]
     sizes: list[int]
     seconds: float
-    folder: str
+    meeting: str
     cores: list[int]
     key: bytes
 
@@ -60,9 +59,10 @@ def measure(
 
     usable = sorted(os.sched_getaffinity(0))
     cores = cores or (usable if ranks <= len(usable) else [])
-    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder, _ranks(ranks) as pipes:
-        transports = list(dict.fromkeys((transport, YARDSTICK)))
-        order = _Order(transports, list(sizes), seconds, folder, list(cores), secrets.token_bytes(32))
+    # gloo meets in a file: one without a name, which forked ranks have too, and which ends with the last of us
+    with open(os.memfd_create("phalanx-bench"), "wb") as file, _ranks(ranks) as pipes:
+        transports, meeting = list(dict.fromkeys((transport, YARDSTICK))), f"/proc/self/fd/{file.fileno()}"
+        order = _Order(transports, list(sizes), seconds, meeting, list(cores), secrets.token_bytes(32))
         for pipe in pipes:
             pipe.send_bytes(msgspec.msgpack.encode(order))
         roster = [msgspec.msgpack.decode(_hear(pipe, rank), type=Address) for rank, pipe in enumerate(pipes)]
@@ -131,7 +131,7 @@ def _rank(rank: int, count: int, pipe: Connection) -> None:
         door = Door(rank, "127.0.0.1")
         pipe.send_bytes(_DONE + msgspec.msgpack.encode(door.address))
         roster = msgspec.msgpack.decode(pipe.recv_bytes(), type=list[Address])
-        groups = {n: speed.connect(n, door, roster, order.key, order.folder, crowded) for n in order.transports}
+        groups = {n: speed.connect(n, door, roster, order.key, order.meeting, crowded) for n in order.transports}
         if order.cores:  # this thread only: gloo's own, started already, may run anywhere
             os.sched_setaffinity(0, {order.cores[rank % len(order.cores)]})
         measured = speed.measure(groups, speed.OPERATIONS, order.sizes, order.seconds)

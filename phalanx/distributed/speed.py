@@ -59,11 +59,13 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def connect(transport: str, door: Door, roster: Sequence[Address], key: bytes, folder: str, crowded: bool) -> Group:
-    """This rank's group of all; `transport` is shm, tcp, tcp-encrypted, tcp-packed, or gloo (meets in `folder`)."""
+def connect(
+    transport: str, door: Door, roster: Sequence[Address], key: bytes, meeting_file: str, crowded: bool
+) -> Group:
+    """This rank's group of all; `transport` is shm, tcp, tcp-encrypted, tcp-packed, or gloo (meets in that file)."""
     rank, size = door.address.rank, len(roster)
     if transport == "gloo":
-        return _gloo(rank, size, folder)
+        return _gloo(rank, size, meeting_file)
     if transport != "shm":  # as if every rank were on a node of its own
         roster = [msgspec.structs.replace(address, node=f"{address.node}/{address.rank}") for address in roster]
         door.address = roster[rank]
@@ -72,13 +74,13 @@ def connect(transport: str, door: Door, roster: Sequence[Address], key: bytes, f
     return connect_groups(Mesh(tp=size), door, roster, meeting, Abort(), crowded=crowded).tp
 
 
-def _gloo(rank: int, size: int, folder: str) -> Group:
+def _gloo(rank: int, size: int, meeting_file: str) -> Group:
     from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=60)
-    backend = ProcessGroupGloo(FileStore(f"{folder}/gloo", size), rank, size, options)
+    backend = ProcessGroupGloo(FileStore(meeting_file, size), rank, size, options)
     return TorchGroup(backend, range(size), Abort())
 
 

@@ -113,12 +113,13 @@ def test_a_rank_that_fails_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_outlives_the_command(number):
+def test_nothing_outlives_the_command(number, tmp_path):
     import psutil
 
     command = [sys.executable, "-m", "phalanx.cli.main", "bench", "comm", "--seconds", "60"]
     root = Path(__file__).resolve().parents[2]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=root) as process:
+    own = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=root, env=own) as process:
         try:
             assert wait_until(lambda: len(psutil.Process(process.pid).children()) == 2, 30)
             ranks = [child.pid for child in psutil.Process(process.pid).children()]
@@ -129,7 +130,7 @@ def test_nothing_outlives_the_command(number):
             assert b"Traceback" not in process.stderr.read()
         finally:
             process.kill()
-    assert not alive(process.pid)
+    assert not alive(process.pid) and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
