@@ -54,7 +54,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 2**10, "M
 
 def parse_size(text: str) -> int:
     """`4096`, `1k` = 1000, `1K` = 1024, `2G` = 2 GiB, `1.5g`. Raises ConfigError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgtKMGT]?)(?:i?[bB])?", text.strip())
+    match = re.fullmatch(r"(\d{1,200}(?:\.\d+)?)\s*([kmgtKMGT]?)(?:i?[bB])?", text.strip())
     if not match:
         raise ConfigError(
             f"'{text}' is not a size.", fix="Write a number with an optional k, m, g, K, M or G: 4096, 32k, 2G."
@@ -407,6 +407,8 @@ def _checked(declared: dataclasses.Field[Any], value: Any) -> Any:
     if not isinstance(value, _TYPES[base]) or (isinstance(value, bool) and base != "bool"):
         raise ConfigError(f"`{name}` must be {base}, got {type(value).__name__}.")
     checked: Any = value
+    if isinstance(checked, int) and not -(2**63) <= checked < 2**64:
+        raise ConfigError(f"`{name}` is too {'large' if checked > 0 else 'small'}.", fix="It must fit into 64 bits.")
     choices = declared.metadata["choices"]
     if choices and value not in choices:
         raise ConfigError(f"`{name}` is '{value}'.", fix=f"Choose one of {', '.join(choices)}.")

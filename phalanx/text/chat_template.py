@@ -142,7 +142,7 @@ def load_source(option: str | None, model_template: str | None) -> str | None:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"The chat template '{option}' cannot be read: {error}",
+            f"The chat template '{option}' cannot be read: {getattr(error, 'strerror', None) or error}.",
             fix="Give the path of a file, or the template itself in one line.",
         ) from None
 
