@@ -11,6 +11,7 @@ from phalanx.cli.messages import UsageError
 from phalanx.cli.redact import HIDDEN
 from phalanx.config import options_by_name, resolve
 from phalanx.planner.hardware import detect
+from phalanx.server.listening import check
 
 _OVERVIEW = """\
 usage: phalanx config {check,show} [FILE] [flags]
@@ -45,6 +46,7 @@ def run(argv: list[str]) -> int:
     chosen = settings(parser, rest, file_argument="file")
     # Finds what no model and no other machine would mend, such as a parallel layout that this version does not have.
     resolve(chosen.config, _AnyModel(), detect())
+    check(chosen.config.server)
     if action == "check":
         changed = sum(origin != "default" for origin in chosen.origins.values())
         print(f"ok: {changed} option{'' if changed == 1 else 's'} set, the rest at their defaults")

@@ -10,14 +10,32 @@ from phalanx.config import ServerConfig
 from phalanx.errors import ConfigError
 
 BACKLOG = 2048
+MOST_SERVERS = 64
+
+
+def check(server: ServerConfig) -> None:
+    """What no machine could serve with. Raises ConfigError."""
+    for name, low, high in (("port", 0, 65535), ("api_server_count", 1, MOST_SERVERS)):
+        if not low <= (value := getattr(server, name)) <= high:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}.")
+    if not server.request_timeout > 0:
+        raise ConfigError(f"--request-timeout is {server.request_timeout:g}; it must be above 0.")
+    if not server.shutdown_timeout >= 0:
+        raise ConfigError(f"--shutdown-timeout is {server.shutdown_timeout:g}; it must be 0 or more.")
+    if any(not key or key != key.strip() or not key.isprintable() for key in server.api_key):
+        # an empty one is what --api-key "$KEY" gives where KEY is not set, and clients without a key would fit it
+        raise ConfigError(
+            "An --api-key is empty, or has white space around it or control characters in it.",
+            fix="Give a key that clients can send in a header, or leave --api-key out to let everyone in.",
+        )
+    if not server.host.strip():
+        raise ConfigError("--host is empty.", fix="Use 127.0.0.1, or 0.0.0.0 to open the server to the network.")
 
 
 def bind(server: ServerConfig) -> socket.socket:
     """A listening socket. Raises ConfigError."""
-    if not 0 <= server.port <= 65535:
-        raise ConfigError(f"--port is {server.port}; it must be between 0 and 65535.")
     try:
-        found = socket.getaddrinfo(server.host or None, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
         fix = "Give --host an address of this machine."
         raise ConfigError(f"The address '{server.host}' is unknown.", fix=fix) from None

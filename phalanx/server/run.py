@@ -21,11 +21,10 @@ import threading
 from phalanx.config import EngineConfig
 from phalanx.engine.async_engine import AsyncEngine
 from phalanx.engine.client import EngineInfo, EngineLost
-from phalanx.errors import ConfigError
 from phalanx.logging import configure
 from phalanx.server.app import create_app
 from phalanx.server.http import FLUSH_S, HttpFront, say_draining
-from phalanx.server.listening import bind, tls_context
+from phalanx.server.listening import bind, check, tls_context
 from phalanx.server.middleware import is_loopback
 from phalanx.server.process import Stop, leave_threads, run_to_end
 from phalanx.server.progress import LoadingLine
@@ -37,17 +36,13 @@ logger = logging.getLogger("phalanx.server")
 LOOK_S = 5.0
 """Recoveries are counted at least so often, also when nobody asks."""
 
-MOST_SERVERS = 64
-
 
 def serve(config: EngineConfig) -> int:
     """Serve until a signal; returns the exit code. Raises ConfigError for an address or a certificate that cannot be
     used, UserError when the model cannot be loaded; nothing is left running then."""
     own_threads = set(threading.enumerate())
     configure(config.server.log_level, config.server.log_format)
-    count = config.server.api_server_count
-    if not 1 <= count <= MOST_SERVERS:
-        raise ConfigError(f"--api-server-count is {count}; it must be between 1 and {MOST_SERVERS}.")
+    check(config.server)
     tls = tls_context(config.server)
     listener = bind(config.server)
     port = listener.getsockname()[1]
@@ -55,7 +50,7 @@ def serve(config: EngineConfig) -> int:
     if not is_loopback(config.server.host) and not config.server.api_key:
         logger.warning("Listening on %s without an API key: everyone who can connect may use it.", config.server.host)
     with listener:
-        if count > 1:
+        if config.server.api_server_count > 1:
             from phalanx.server.several import Several
 
             code = run_to_end(Several(config, listener).run())

@@ -203,6 +203,15 @@ def test_config_show_origins_and_hidden_keys(monkeypatch, capsys):
         (["--block-size", "0"], "at least 1"),
         (["--gpu-memory-utilization", "1.5"], "at most 1"),
         (["/nowhere.yaml"], "No such file"),
+        (["--port", "65536"], "between 0 and 65535"),
+        (["--api-server-count", "0"], "between 1 and 64"),
+        (["--request-timeout", "0"], "above 0"),
+        (["--request-timeout", "nan"], "above 0"),
+        (["--shutdown-timeout", "-1"], "0 or more"),
+        (["--shutdown-timeout", "nan"], "0 or more"),
+        (["--host", ""], "--host is empty"),
+        (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", "good", "--api-key", "bad\n"], "control characters"),
     ],
 )
 def test_config_check_finds_what_no_model_would_mend(arguments, complaint, capsys):
