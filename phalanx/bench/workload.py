@@ -122,8 +122,11 @@ class Bench:
         params = SamplingParams(temperature=0.0, max_tokens=work.output_len, ignore_eos=True, seed=0)
         prompts = self.prompts.draw(work.requests, work.input_len)
         begin = time.perf_counter() if begin is None else begin
-        async with asyncio.TaskGroup() as group:
-            answers = [group.create_task(self._answer(prompt, params)) for prompt in prompts]
+        try:
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(self._answer(prompt, params)) for prompt in prompts]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         times = [answer.result() for answer in answers]
         run = Run(
             first_tokens=tuple(first - begin for first, _, _ in times),
@@ -154,9 +157,27 @@ class Bench:
         return first, last, tokens
 
 
+def _check(work: Work, config: EngineConfig, max_model_len: int) -> None:
+    """Before prompts are drawn, however many. Raises UserError."""
+    if work.input_len + work.output_len > max_model_len:
+        raise UserError(
+            f"--input-len {work.input_len} and --output-len {work.output_len} are more than the {max_model_len} "
+            "tokens of the model's context.",
+            fix="Make one shorter.",
+        )
+    scheduler = config.scheduler
+    places = config.parallel.data_parallel_size * (scheduler.max_num_queued_reqs + scheduler.max_num_seqs)
+    if work.requests > places:
+        raise UserError(
+            f"{work.requests} requests at once are more than may run and wait ({places}).",
+            fix="Ask for fewer, or raise --max-num-queued-reqs.",
+        )
+
+
 async def measure(config: EngineConfig, work: Work, *, runs: int, warmup: int, seed: int) -> tuple[Bench, list[Run]]:
     """Start an engine, warm it up, do the work `runs` times, close the engine. Raises UserError, PhalanxError."""
     async with await Bench.start(config, seed) as bench:
+        _check(work, config, bench.engine.info.max_model_len)
         for _ in range(warmup):
             await bench.run(Work(work.requests, work.input_len, min(work.output_len, 8)))
         before = await bench.counted()
