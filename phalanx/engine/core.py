@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import gc
 import importlib
 import logging
@@ -65,6 +66,8 @@ _STATUS_EVERY = 0.05
 """Seconds between status snapshots of a busy engine, so that they cost nothing beside the steps."""
 _TRIES = 3
 """Steps that may fail in a row before the engine gives up."""
+_TORCH_ENOMEM = "can't allocate memory"
+"""How torch's allocator says it."""
 
 
 def open_engine(
@@ -313,18 +316,27 @@ def _load(
         return None
     except Exception as error:
         log.debug("loading failed", exc_info=True)
-        cause = " ".join(str(error).split())[:500].rstrip(".")
-        channel.send(
-            LoadFailed(
-                "PhalanxError",
-                f"The engine could not start because of an internal error: {type(error).__name__}: {cause}.",
-                fix="`--log-level debug` shows where. Please report it.",
-                code="internal_error",
-            )
-        )
+        channel.send(_start_failure(error))
         return None
     channel.send(Started(info, engine.status()))
     return engine
+
+
+def _start_failure(error: Exception) -> LoadFailed:
+    """What no error of ours describes: the machine has too little memory, or we have a bug."""
+    cause = " ".join(str(error).split())[:500].rstrip(".")
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _TORCH_ENOMEM in cause:
+        return LoadFailed(
+            "UserError",
+            "There is not enough memory to load the model, or this process may not have it (ulimit -v, a container).",
+            fix="Free or allow some, or choose a smaller model.",
+        )
+    return LoadFailed(
+        "PhalanxError",
+        f"The engine could not start because of an internal error: {type(error).__name__}: {cause}.",
+        fix="`--log-level debug` shows where. Please report it.",
+        code="internal_error",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

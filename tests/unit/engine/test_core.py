@@ -1,5 +1,6 @@
 """The engine process's loop on a real Engine and the fake executor, driven over a socket from the test's thread."""
 
+import errno
 import socket
 import statistics
 import threading
@@ -7,6 +8,7 @@ import time
 from itertools import pairwise
 
 import msgspec
+import pytest
 
 from phalanx.config import RecoveryConfig
 from phalanx.engine import core as core_module
@@ -25,8 +27,10 @@ from phalanx.engine.core_messages import (
     body_length,
     decode_from_engine,
     frame,
+    loading_error,
     submit,
 )
+from phalanx.errors import UserError
 from tests.helpers.engine_driver import VOCAB, Driver, make_request
 from tests.helpers.fake_executor import oracle
 
@@ -372,6 +376,19 @@ def test_a_change_of_state_is_heard_at_once(monkeypatch):
         running.let(1000)
         running.outputs_and_beats_until("a")
     running.end()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_too_little_memory_is_not_an_internal_error(error):
+    failure = loading_error(core_module._start_failure(error))
+    assert type(failure) is UserError and "not enough memory" in failure.message and failure.fix
 
 
 def test_a_loading_engine_beats():
