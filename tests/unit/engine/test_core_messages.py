@@ -48,6 +48,28 @@ def test_frames_cut_anywhere_arrive_whole_and_in_order(pair):
     assert [m.request_id for m in received[:3]] == ["r0", "r1", "r2"]
 
 
+def test_a_burst_that_the_socket_cannot_hold_is_read_whole(pair, monkeypatch):
+    """500 clients come and go in one step of the engine: it hears of both before the next."""
+    ours, channel = pair
+    requests = [messages.submit(engine_request(f"r{i}", prompt=list(range(300)))) for i in range(500)]
+    left = memoryview(b"".join(map(messages.frame, [*requests, messages.Abort([r.request_id for r in requests])])))
+    ours.setblocking(False)
+
+    def send_more(event, timeout=None):  # as a front end does that finds room again
+        nonlocal left
+        while left:
+            try:
+                left = left[ours.send(left[: 1 << 12]) :]
+            except BlockingIOError:
+                break
+
+    monkeypatch.setattr(channel, "_await", send_more)
+    send_more(0)
+    assert left
+    received = channel.receive(0)
+    assert not left and len(received) == 501 and isinstance(received[-1], messages.Abort)
+
+
 def test_receive_does_not_wait_when_told_so(pair):
     assert pair[1].receive(0) == []
 
