@@ -66,5 +66,7 @@ lock: setup  ## write requirements.lock from what is installed
 	@$(BIN)/python scripts/write_lock.py
 
 clean:  ## remove everything that the other commands made (the demo model stays in its cache folder)
+	@rm -rf native/{CMakeCache.txt,CMakeFiles,CMakeInit.txt,cmake_install.cmake,build.ninja,.skbuild-info.json,.cmake} \
+		native/.ninja_* native/libnanobind* phalanx/kernels/_native*
 	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	@find phalanx tests scripts benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

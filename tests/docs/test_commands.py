@@ -5,9 +5,9 @@ Blocks marked `sh` are split into commands, blocks marked `python` are programs,
 and stopped. Only `NOT_RUN` is left out.
 """
 
-import hashlib
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -64,11 +64,25 @@ def serves(command: str) -> bool:
 def set_up() -> bool:
     """Whether `make setup` has made this environment as it would now, so that it has nothing to do."""
     stamp = ROOT / ".venv/.setup-done"
-    sums = "".join(
-        f"{hashlib.sha256((ROOT / name).read_bytes()).hexdigest()}  {name}\n"
-        for name in ("pyproject.toml", "requirements.lock")
-    )
-    return stamp.exists() and stamp.read_text().strip() == hashlib.sha256(sums.encode()).hexdigest()
+    return stamp.exists() and stamp.read_text() == setup_key(ROOT)
+
+
+def setup_key(checkout: Path) -> str:
+    return subprocess.run([checkout / "scripts/setup", "--key"], check=True, capture_output=True, text=True).stdout
+
+
+def test_setup_has_nothing_to_do_after_it_has_built_the_native_library_in_place(tmp_path):
+    """CMake leaves a C++ file of its own among the sources: `make serve` then installed everything a second time."""
+    for name in ("scripts/setup", "pyproject.toml", "requirements.lock", "native/CMakeLists.txt", "native/module.cpp"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    key = setup_key(tmp_path)
+    left = tmp_path / "native/CMakeFiles/4.4.5/CompilerIdCXX/CMakeCXXCompilerId.cpp"
+    left.parent.mkdir(parents=True)
+    left.write_text("int main() {}\n")
+    assert setup_key(tmp_path) == key
+    (tmp_path / "native/module.cpp").write_text("// changed\n")
+    assert setup_key(tmp_path) != key
 
 
 def free_port() -> int:
