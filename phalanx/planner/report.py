@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from phalanx.errors import ConfigError, NotEnoughMemory
@@ -11,6 +11,7 @@ from phalanx.planner import cost
 from phalanx.planner.devices import Device
 from phalanx.planner.memory import Budget, Demand, RankMemory
 from phalanx.planner.search import Plan, lay_out_widths
+from phalanx.worker.limits import Memory
 from phalanx.worker.memory import GPU_SHARE
 
 _LARGEST_LAYOUT = 64
@@ -222,7 +223,8 @@ def _considered(plan: Plan) -> str:
     name = layout_line(plan.budget.layout.widths)
     if not plan.budget.fits:
         return f"{name}: does not fit"
-    return f"{name}: {plan.tokens_per_second:,.0f} tokens/s, concurrency {plan.budget.concurrency:.2f}x"
+    far = ", tensor ranks of one stage on several nodes" if plan.crosses_nodes else ""
+    return f"{name}: {plan.tokens_per_second:,.0f} tokens/s, concurrency {plan.budget.concurrency:.2f}x{far}"
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
@@ -240,8 +242,19 @@ def check_fits(plan: Plan, devices: Sequence[Device]) -> None:
     short = [rank for rank in found.ranks if rank.missing(demand.blocks_per_request)]
     layout = layout_line(found.layout.widths)
     raise NotEnoughMemory(
-        f"The model does not fit {layout}. " + " ".join(_shortage(demand, rank) for rank in short),
+        f"The model does not fit {layout}. {_shortages(demand, short)}",
         fix=_remedy(demand, plan, devices),
+    )
+
+
+def _shortages(demand: Demand, short: Sequence[RankMemory]) -> str:
+    """A sentence for each rank; one for all that lack the same."""
+    alike: dict[str, list[str]] = {}
+    for rank in short:
+        alike.setdefault(_shortage(demand, rank), []).append(str(rank.rank))
+    return " ".join(
+        f"{'Rank' if len(ranks) == 1 else 'Each of the ranks'} {', '.join(ranks)} {text}"
+        for text, ranks in alike.items()
     )
 
 
@@ -251,7 +264,7 @@ def _shortage(demand: Demand, rank: RankMemory) -> str:
     missing = rank.missing(demand.blocks_per_request)
     node = "" if rank.device.node == "-" else f" on {rank.device.node}"
     return (
-        f"Rank {rank.rank} ({rank.device.name}{node}) needs {size(needed)}: {size(rank.weights)} for weights, "
+        f"({rank.device.name}{node}) needs {size(needed)}: {size(rank.weights)} for weights, "
         f"{size(rank.activations)} for activations, {size(one)} for the KV cache of one request of "
         f"{demand.max_model_len:,} tokens; {_available(demand, rank)}; {size(missing)} are missing."
     )
@@ -276,15 +289,33 @@ def _remedy(demand: Demand, plan: Plan, devices: Sequence[Device]) -> str:
     context = found.capacity * demand.cache.block_size
     if context:  # at least a block, and less than one request of full length
         remedies.append(f"use --max-model-len {context} or less, which fits")
-    larger = smallest_layout(demand, devices)
+    larger = smallest_layout(demand, _machines(devices))
     if larger is not None:
         count, flags = larger
-        which = devices[-1].name
-        remedies.append(f"use {count} such devices ({which}) with {' or '.join(flags)}, the smallest layout that fits")
+        which = f"devices ({devices[-1].name}) with {' or '.join(flags)}"
+        if _is_part(devices[-1]):
+            which = f"machines with --nnodes {count} and {' or '.join(reversed(flags))}"
+        remedies.append(f"use {count} such {which}, the smallest layout that fits")
     if not remedies:
         remedies.append("use a smaller model or larger devices; no context length and no layout of such devices fits")
     text = "; or ".join(remedies)
     return f"{text[0].upper()}{text[1:]}."
+
+
+def _is_part(device: Device) -> bool:
+    """Whether it is a part of its node's memory, so that more of them would not be more: a CPU of a node."""
+    return device.kind == "cpu" and device.node != "-"
+
+
+def _machines(devices: Sequence[Device]) -> list[Device]:
+    """`devices`, those that are parts of one node's memory as one."""
+    wholes: dict[object, Device] = {}
+    for number, device in enumerate(devices):
+        key = device.node if _is_part(device) else number
+        before = wholes[key].memory if key in wholes else Memory(0, 0)
+        memory = Memory(before.total + device.memory.total, before.available + device.memory.available)
+        wholes[key] = replace(device, memory=memory)
+    return list(wholes.values())
 
 
 def smallest_layout(demand: Demand, devices: Sequence[Device]) -> tuple[int, list[str]] | None:

@@ -6,8 +6,10 @@ import pytest
 
 from phalanx.errors import NotEnoughMemory
 from phalanx.planner import report
-from phalanx.planner.devices import declared
+from phalanx.planner.devices import declared, of_this_machine
 from phalanx.planner.report import Row, binding_line, cache_lines, check_fits, layout_line, memory_table, plan_lines
+from phalanx.planner.search import lay_out_widths
+from phalanx.worker.limits import Memory
 from tests.helpers.planning import llama, plan_for, qwen_14b
 
 GIB = 2**30
@@ -56,6 +58,23 @@ def test_uneven_stages_on_uneven_cards_name_the_card_that_binds():
     assert better.budget.tokens > 2 * plan.budget.tokens
 
 
+def test_more_parts_of_one_machine_are_no_remedy():
+    """Ranks on the CPUs of a machine share its memory: with five of them each would have a fifth."""
+    machine = Memory(24 * GIB, 22 * GIB)
+    for ranks in (1, 2, 5):
+        devices = of_this_machine("cpu", ranks, machine, node="host")
+        plan = lay_out_widths(plan_for(qwen_14b(), A10).budget.demand, (ranks,), devices)
+        with pytest.raises(NotEnoughMemory) as caught:
+            check_fits(plan, devices)
+        assert "Use 3 such machines with --nnodes 3 and -pp 3 or -tp 3" in str(caught.value)
+
+
+def test_ranks_that_lack_the_same_are_told_in_one_sentence():
+    text = refusal("name=x,memory=8G,count=2", tensor_parallel_size=2)
+    assert "Each of the ranks 0, 1 (x) needs" in text
+    assert text.count(" needs ") == 1
+
+
 def test_nothing_would_do():
     text = refusal("name=tiny,memory=1k")
     assert "no context length and no layout of such devices fits" in text
@@ -96,6 +115,8 @@ def test_ranks_of_a_stage_on_two_nodes_are_warned_of():
     far = plan_for(qwen_14b(), f"{A10},node=a", f"{A10},node=b", tensor_parallel_size=2)
     assert any("on several nodes" in line for line in plan_lines("m", far))
     near = plan_for(qwen_14b(), f"{A10},node=a", f"{A10},node=b", pipeline_parallel_size=2)
+    considered = plan_lines("m", near, others=[far])[-2:]
+    assert [line.endswith("tensor ranks of one stage on several nodes") for line in considered] == [False, True]
     assert not any("on several nodes" in line for line in plan_lines("m", near))
 
 
