@@ -89,6 +89,7 @@ class AsyncEngine:
         self._name = name
         self._count = itertools.count()
         self._state = "loading"
+        self._started = False
         self._inputs: InputProcessor | None = None
         self._outputs: OutputProcessor | None = None
         self._template: ChatTemplate | None = None
@@ -97,6 +98,7 @@ class AsyncEngine:
 
     async def start(self, progress: LoadProgress | None = None) -> EngineInfo:
         """Load the model. `progress` is called on the event loop. Raises UserError; then nothing is left running."""
+        self._started = True
         try:
             if self._client is None:
                 self.info = await self._start_process(progress)
@@ -318,6 +320,8 @@ class AsyncEngine:
         if self._state == "closed":
             raise EngineDead("The engine is closed.")
         if self._inputs is None:
+            if not self._started:
+                raise Loading("The engine is not started. Use `async with`, or await `start()`.", retry_after=2.0)
             raise Loading("The model is loading.", retry_after=2.0)
         return self._inputs
 

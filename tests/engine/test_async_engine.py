@@ -61,9 +61,13 @@ async def test_deltas_add_up():
 async def test_before_start_and_after_close():
     engine = AsyncEngine(client=EchoEngine(), tokenizer=TOKENIZER)
     assert engine.status().state == "loading"
-    with pytest.raises(Loading):
+    with pytest.raises(Loading, match="not started"):
         await engine.submit("x", params())
-    await engine.start()
+    starting = asyncio.create_task(engine.start())
+    await asyncio.sleep(0)
+    with pytest.raises(Loading, match="is loading"):
+        await engine.submit("x", params())
+    await starting
     assert engine.status().state == "ready"
     assert engine.config.model.max_model_len == 4096
     await engine.close()
