@@ -74,7 +74,12 @@ class ModelConfig:
     served_model_name: tuple[str, ...] = option(
         (), "Name(s) that requests use for the model. The first one is reported."
     )
-    dtype: str = option("auto", "Type of weights and activations.", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto",
+        "Type of weights and activations. `half` and `float` mean float16 and float32.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        parse=lambda name: {"half": "float16", "float": "float32"}.get(name, name),
+    )
     quantization: str | None = option(
         None,
         "How weights are kept: `gguf`, `gptq`, `awq`, `compressed-tensors` (as in the file), `int8` (rounded while "
@@ -162,7 +167,7 @@ class ParallelConfig:
         "Which replica gets a request: `prefix` prefers one that knows its beginning, `least-work` the least busy, or "
         "what an installed package supplies.",
     )
-    context_parallel_size: int = option(1, "Ranks that share every context.", "-cp")
+    context_parallel_size: int = option(1, "Ranks that share every context; more than 1 is not in this version.", "-cp")
     tensor_split: str = option(
         "auto",
         "Share of each tensor rank, such as 3,1; `2,1;1` names them for each pipeline stage. auto: by the devices' "

@@ -112,6 +112,11 @@ def test_values_are_taken_as_text_or_as_what_they_are():
     assert EngineConfig.from_options(max_model_len=None).model.max_model_len is None
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")])
+def test_other_names_of_types(name, dtype):
+    assert EngineConfig.from_options(dtype=name).model.dtype == dtype
+
+
 @pytest.mark.parametrize(
     ("options", "spec", "machine", "dtype"),
     [
