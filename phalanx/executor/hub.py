@@ -151,7 +151,7 @@ class HubExecutor:
             raise
         finally:
             self._progress = None
-        log.info("%s", self._vigil.bounds)
+        log.debug("%s", self._vigil.bounds)
         return layout if self._seating is None else msgspec.structs.replace(layout, shares=self._seating.shares)
 
     def _listen(self) -> Watch:
@@ -353,7 +353,7 @@ class HubExecutor:
         for member in gone:
             if member.stream is not None:
                 why = self._launcher.cause(member.rank) or member.why
-                log.warning("Rank %d on %s is started again: %s.", member.rank, member.node, why)
+                log.debug("Rank %d on %s is started again: %s.", member.rank, member.node, why)
                 self._watch.forget(member)
             self._launcher.kill(member.rank)
             member.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -117,6 +118,16 @@ def test_streams_go_on_when_the_engine_is_killed_or_hangs(model: Path, pace: Pac
         assert serve.ends(60) == 0
         assert "Shutting down: 1 request(s) running, at most 30 s more." in serve.output
         assert "Traceback" not in serve.output
+
+
+def test_the_loss_of_a_rank_is_two_lines_of_the_log(model: Path, pace: Pace) -> None:
+    with serving(model, pace, "-tp", "2") as (serve, base):
+        whole = text_of(streamed(base))
+        worker = psutil.Process(httpx.get(f"{base}/status").json()["workers"][1]["pid"])
+        assert text_of(struck(base, pace, worker.kill)) == whole
+        serve.until(r"Recovered in .*: rank 1 was started again", 30)
+        log = re.findall(r"^\d{4}-\d\d-\d\d \S+ ([A-Z]+) \[engine\] (\w+)", serve.output, re.MULTILINE)
+        assert log == [("WARNING", "Rank"), ("WARNING", "Recovered")]
 
 
 def test_without_recovery_a_loss_ends_all_streams_and_health_says_so(model: Path, pace: Pace) -> None:
