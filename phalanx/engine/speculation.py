@@ -23,12 +23,9 @@ from phalanx.speculative_config import SpeculativeConfig
 FIXED_COST = 16.0
 """What a step costs beside its rows, in rows: reading the weights. Measured on CPUs: 12 to 25 for 4-bit blocks, 40 and
 more for bfloat16; it is more on GPUs, too. Where it is more, proposing ends earlier than it would have to."""
-SECOND_ROW = 0.25
-"""What a step of one row costs more, in steps, for having several: the fastest kernels are for one. (0.3 for 4-bit
-blocks, nothing for bfloat16.)"""
 MARGIN = 0.7
 """What an accepted token counts for; it saves 1. Costs may be as much larger than assumed before anything is lost."""
-FIRST_CREDIT = 0.4
+FIRST_CREDIT = 0.2
 """Before anything was accepted."""
 LOSS = 0.01
 """Credit that each step gives to a request that has too little for a token."""
@@ -102,7 +99,7 @@ class Proposer:
         """What may follow `tokens`, at most `room` tokens; call once before each step that samples one for it.
         `running` requests share the step."""
         indexed = self._index.extend(tokens, INDEXED_AT_ONCE)
-        affordable = int((self._credit - _cost(0, running)) / (_cost(1, running) - _cost(0, running)))
+        affordable = int(self._credit / _cost(1, running))
         if affordable < 1:
             self._credit += LOSS
         most = min(self._most, room, affordable)
@@ -127,7 +124,7 @@ class Proposer:
 
 def _cost(proposed: int, running: int) -> float:
     """Of so many rows more, in a request's share of a step."""
-    return (SECOND_ROW if running == 1 else 0.0) + proposed * running / (FIXED_COST + running)
+    return proposed * running / (FIXED_COST + running)
 
 
 def _copied(tokens: Sequence[int], source: int, count: int) -> list[int]:

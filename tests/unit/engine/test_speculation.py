@@ -57,9 +57,9 @@ def test_an_index_made_step_by_step_finds_the_longest_latest_place(tokens, short
 def test_what_followed_before_is_proposed():
     text = [1, 2, 3, 4, 5, 6, 7, 9, 2, 3]
     at = proposer()
-    assert at.propose(text, 10, 1) == [4, 5]  # as many as the first credit pays for
-    at.settle(2, 2, 1)
-    assert at.propose([*text, 4, 5, 6], 10, 1) == [7, 9, 2, 3]
+    assert at.propose(text, 10, 1) == [4, 5, 6]  # as many as the first credit pays for
+    at.settle(3, 3, 1)
+    assert at.propose([*text, 4, 5, 6, 7], 10, 1) == [9, 2, 3, 4]
     assert proposer().propose([1, 2, 3, 4], 10, 1) == []
     assert proposer(shortest=3).propose(text, 10, 1) == []
     assert proposer().propose(text, 2, 1) == [4, 5]
@@ -68,8 +68,8 @@ def test_what_followed_before_is_proposed():
 
 def test_a_repetition_is_continued_beyond_its_end():
     at = proposer()
-    assert at.propose([7, 8, 8, 8], 3, 1) == [8, 8]
-    at.settle(2, 2, 1)
+    assert at.propose([7, 8, 8, 8], 3, 1) == [8, 8, 8]
+    at.settle(3, 3, 1)
     assert at.propose([7, 8, 8, 8, 9, 1, 2, 1, 2], 3, 1) == [1, 2, 1]
 
 
