@@ -21,7 +21,7 @@ def check_splits(parallel: ParallelConfig) -> None:
     if layers and len(layers) != len(widths):
         raise ConfigError(
             f"--pipeline-split {parallel.pipeline_split} names {len(layers)} stages, but there are {len(widths)}.",
-            fix=f"Set --pipeline-parallel-size {len(layers)}, or name {len(widths)} numbers.",
+            fix=f"Set --pipeline-parallel-size {len(layers)}, or name {len(widths)} number(s).",
         )
     if weights and (len(weights) != len(widths) or any(len(w) != n for w, n in zip(weights, widths, strict=True))):
         ranks = " and ".join(map(str, widths)) if len(set(widths)) > 1 else str(widths[0])

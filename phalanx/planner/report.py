@@ -16,6 +16,8 @@ from phalanx.worker.memory import GPU_SHARE
 
 _LARGEST_LAYOUT = 64
 """Devices; larger layouts are not proposed."""
+_NAMED = 4
+"""Ranks that a refusal describes."""
 _COLUMNS = ("weights", "kv_cache", "activations", "free")
 
 
@@ -240,22 +242,29 @@ def check_fits(plan: Plan, devices: Sequence[Device]) -> None:
         return
     demand = found.demand
     short = [rank for rank in found.ranks if rank.missing(demand.blocks_per_request)]
-    layout = layout_line(found.layout.widths)
     raise NotEnoughMemory(
-        f"The model does not fit {layout}. {_shortages(demand, short)}",
+        f"The model does not fit {layout_line(found.layout.widths)}. {_shortages(demand, short)}",
         fix=_remedy(demand, plan, devices),
     )
 
 
 def _shortages(demand: Demand, short: Sequence[RankMemory]) -> str:
-    """A sentence for each rank; one for all that lack the same."""
-    alike: dict[str, list[str]] = {}
+    """A sentence for all that lack the same, of those that lack the most."""
+    alike: dict[str, list[RankMemory]] = {}
     for rank in short:
-        alike.setdefault(_shortage(demand, rank), []).append(str(rank.rank))
-    return " ".join(
-        f"{'Rank' if len(ranks) == 1 else 'Each of the ranks'} {', '.join(ranks)} {text}"
-        for text, ranks in alike.items()
-    )
+        alike.setdefault(_shortage(demand, rank), []).append(rank)
+    described = sorted(alike.items(), key=lambda item: -item[1][0].missing(demand.blocks_per_request))[:_NAMED]
+    sentences = [f"{_ranks_in_words([rank.rank for rank in ranks])} {text}" for text, ranks in described]
+    if left := len(short) - sum(len(ranks) for _, ranks in described):
+        sentences.append(f"{left} more rank(s) lack as much or less.")
+    return " ".join(sentences)
+
+
+def _ranks_in_words(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"Rank {ranks[0]}"
+    more = f" and {len(ranks) - 2 * _NAMED} more" if len(ranks) > 2 * _NAMED else ""
+    return f"Each of the ranks {', '.join(map(str, ranks[: 2 * _NAMED]))}{more}"
 
 
 def _shortage(demand: Demand, rank: RankMemory) -> str:
@@ -284,8 +293,8 @@ def _available(demand: Demand, rank: RankMemory) -> str:
 
 
 def _remedy(demand: Demand, plan: Plan, devices: Sequence[Device]) -> str:
-    remedies = []
     found = plan.budget
+    remedies = _other_cache(demand, found)
     context = found.capacity * demand.cache.block_size
     if context:  # at least a block, and less than one request of full length
         remedies.append(f"use --max-model-len {context} or less, which fits")
@@ -295,7 +304,8 @@ def _remedy(demand: Demand, plan: Plan, devices: Sequence[Device]) -> str:
         which = f"devices ({devices[-1].name}) with {' or '.join(flags)}"
         if _is_part(devices[-1]):
             which = f"machines with --nnodes {count} and {' or '.join(reversed(flags))}"
-        remedies.append(f"use {count} such {which}, the smallest layout that fits")
+        shares = " and automatic shares" if count <= found.layout.world_size else ""
+        remedies.append(f"use {count} such {which}{shares}, the smallest layout that fits")
     if not remedies:
         remedies.append("use a smaller model or larger devices; no context length and no layout of such devices fits")
     text = "; or ".join(remedies)
@@ -316,6 +326,16 @@ def _machines(devices: Sequence[Device]) -> list[Device]:
         memory = Memory(before.total + device.memory.total, before.available + device.memory.available)
         wholes[key] = replace(device, memory=memory)
     return list(wholes.values())
+
+
+def _other_cache(demand: Demand, found: Budget) -> list[str]:
+    """Explicit sizes of the cache that would do: what a request of full length needs, up to what is free."""
+    if demand.cache.kv_cache_memory_bytes is None:
+        return []
+    least = max(demand.blocks_per_request * rank.kv_bytes_per_block for rank in found.ranks)
+    most = min(rank.device.memory.available - rank.weights - rank.activations for rank in found.ranks)
+    low, high = -(-least // 2**20), most // 2**20
+    return [f"set --kv-cache-memory-bytes to {low}M at least and {high}M at most"] if low <= high else []
 
 
 def smallest_layout(demand: Demand, devices: Sequence[Device]) -> tuple[int, list[str]] | None:

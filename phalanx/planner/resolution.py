@@ -199,7 +199,7 @@ def _decide(config: EngineConfig, spec: DecoderSpec, devices: tuple[Device, ...]
         return best, others
     if len(devices) < ranks:
         raise ConfigError(
-            f"The layout has {report.layout_line(parallel.widths)}, but there are {len(devices)} devices.",
+            f"The layout has {report.layout_line(parallel.widths)}, but there are only {len(devices)} device(s).",
             fix="Declare more devices, or choose a smaller layout.",
         )
     return search.lay_out(demand, parallel, devices[:ranks]), []

@@ -68,7 +68,7 @@ def test_devices_may_come_from_a_variable(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["-tp", "4"], "has 4 workers (tp 4), but there are 2 devices"),
+        (["-tp", "4"], "has 4 workers (tp 4), but there are only 2 device"),
         (["-tp", "41"], "41 workers"),
         (["-pp", "2", "--pipeline-split", "20,19"], "does not share 40 layers over 2 stages"),
         (["-pp", "2", "--pipeline-split", "10,10,20"], "names 3 stages, but there are 2"),

@@ -12,7 +12,7 @@ import pytest
 from phalanx import fault_point
 from phalanx.config import RecoveryConfig
 from phalanx.engine.engine import PROBE
-from phalanx.engine.recovery import BACK_OFF_S, CAPACITY_S, KEPT, MAX_TRIES
+from phalanx.engine.recovery import BACK_OFF_S, CAPACITY_S, KEPT, MAX_TRIES, Restarts
 from phalanx.errors import EngineDead, InvalidRequest, Recovering
 from phalanx.executor.base import CacheLayout, ExecutorLost, NoCapacity, WorkerDied
 from tests.helpers.engine_driver import VOCAB, Driver, make_request
@@ -194,7 +194,9 @@ def test_every_option_goes_on_exactly(window: int, moment: str, after: int) -> N
 # How often
 
 
-def test_the_wait_before_each_try() -> None:
+def test_the_wait_before_each_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = Restarts.outcome
+    monkeypatch.setattr(Restarts, "outcome", lambda restarts, _: outcome(restarts, 30))  # while the fake clock stands
     driver = begun(1)
     times: list[float] = []
     restart = driver.executor.restart

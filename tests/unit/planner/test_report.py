@@ -89,6 +89,38 @@ def test_the_smallest_layout_is_the_smallest():
         assert any(plan.budget.fits for plan in plans) is fits
 
 
+@pytest.mark.parametrize("asked", ["20G", "1G"])
+def test_an_explicit_size_of_the_cache_is_what_to_change(asked):
+    options = {"tensor_parallel_size": 2}
+    text = refusal(f"{A10},count=2", kv_cache_memory_bytes=asked, **options)
+    low, high = map(
+        int, re.search(r"[Ss]et --kv-cache-memory-bytes to (\d+)M at least and (\d+)M at most", text).groups()
+    )
+    for size, fits in ((low, True), (high, True), (low - 1, False), (high + 1, False)):
+        plan = plan_for(qwen_14b(), f"{A10},count=2", kv_cache_memory_bytes=f"{size}M", **options)
+        assert plan.budget.fits is fits
+
+
+def test_of_many_short_ranks_the_shortest_are_described():
+    sizes = [*(f"name=x{number},memory={2000 - 100 * number}M" for number in range(6)), "name=least,memory=1000M"]
+    text = refusal(*sizes, tensor_parallel_size=7, tensor_split="1,1,1,1,1,1,1")
+    assert text.count(" are missing.") == 4
+    assert "Rank 6 (least) needs" in text
+    assert "3 more rank(s) lack as much or less." in text
+
+
+def test_ranks_that_lack_the_same_share_a_sentence():
+    text = refusal("name=x,memory=1G,count=40", tensor_parallel_size=40)
+    assert text.count(" are missing.") == 1
+    assert "Each of the ranks 0, 1, 2, 3, 4, 5, 6, 7 and 32 more (x) needs" in text
+
+
+def test_shares_that_were_asked_for_are_not_offered_again():
+    text = refusal(f"{A10},count=2", tensor_parallel_size=2, tensor_split="100,1")
+    assert "Use 2 such devices (a10) with -tp 2 or -pp 2 and automatic shares" in text
+    assert "automatic shares" not in refusal(A10)
+
+
 def test_a_plan_in_words():
     plan = plan_for(qwen_14b(), f"{A10},count=2", pipeline_parallel_size=2)
     text = "\n".join(plan_lines("Qwen-14B-Chat", plan, unused=1))

@@ -70,7 +70,7 @@ def test_shares_of_ranks_on_other_nodes_are_decided_later():
 def test_what_cannot_be_is_said_before_anything_starts():
     with pytest.raises(ConfigError, match="5 tensor ranks cannot share 4 attention heads"):
         laid_out(llama(heads=4), tensor_parallel_size=5)
-    with pytest.raises(ConfigError, match="there are 1 devices"):
+    with pytest.raises(ConfigError, match="there are only 1 device"):
         laid_out(llama(heads=4), tensor_parallel_size=2, declare_device=("name=cpu,memory=1G",))
     with pytest.raises(NotEnoughMemory, match="are missing"):
         laid_out(qwen_14b(), tensor_parallel_size=2, device="cpu", declare_device=("name=x,memory=8G,count=2",))
