@@ -19,6 +19,8 @@ from phalanx.executor.node_messages import FileFact, Survey
 from phalanx.worker.capacity import Capacity, is_wanted, measure
 
 _BEGINNING = 1 << 20
+_LEFT_OPEN = ("--tensor-split", "--pipeline-split")
+"""What a node may leave to node 0."""
 
 
 def versions() -> dict[str, str]:
@@ -47,6 +49,8 @@ def survey(config: EngineConfig) -> Survey:
         "--tensor-parallel-size": str(parallel.tensor_parallel_size),
         "--pipeline-parallel-size": str(parallel.pipeline_parallel_size),
         "--pipeline-tensor-sizes": parallel.pipeline_tensor_sizes or "none",
+        "--tensor-split": parallel.tensor_split,
+        "--pipeline-split": parallel.pipeline_split,
         "--encrypt-transport": str(parallel.encrypt_transport).lower(),
     }
     return Survey(facts, [_fact(path) for path in checkpoint.weight_files])
@@ -80,7 +84,7 @@ def difference(ours: Survey, theirs: Survey, here: str, there: str) -> ConfigErr
     """The first one, in words; None when there is none."""
     for what, value in ours.facts.items():
         other = theirs.facts.get(what, "unknown")
-        if other != value:
+        if other != value and not (what in _LEFT_OPEN and "auto" in (value, other)):
             fix = f"Give {what} the same value on every node; `auto` may mean different things on different machines."
             if what == "the model's path":
                 fix = (
