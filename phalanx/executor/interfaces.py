@@ -107,7 +107,9 @@ def listen(host: str, port: int, origin: str) -> socket.socket:
             raise ConfigError(
                 f"{origin} is {host}, which is not an address of this node.",
                 fix="--master-addr names node 0. Where node 0 is behind address translation, set PHALANX_HOST_IP on it "
-                "to its own address.",
+                "to its own address."
+                if origin == "--master-addr"
+                else "Set it to the address that the other nodes reach this node by, or leave it out.",
             ) from None
         raise ConfigError(f"Cannot listen on {host}, port {port}: {error.strerror or error}.") from None
 

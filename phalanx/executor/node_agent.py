@@ -171,9 +171,10 @@ class NodeAgent:
 
     def _join(self) -> SecureStream:
         again = self._dialled is not None
-        sock = self._connect()
         host = env.host_ip()
-        address = checked(host, "PHALANX_HOST_IP") if host else str(sock.getsockname()[0])
+        own = checked(host, "PHALANX_HOST_IP") if host else None
+        sock = self._connect()
+        address = own or str(sock.getsockname()[0])
         self._door = ProbeDoor(self._node, address)
         notice_silence(sock, SILENCE_MS)
         stream = SecureStream(sock, self._never, "it")

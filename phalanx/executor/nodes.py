@@ -490,7 +490,7 @@ class NodesLauncher:
             self.refused += 1
             count = self.refused
         if count & (count - 1) == 0:  # 1, 2, 4, 8, …: nobody fills the log by knocking
-            log.warning("Turned away %s. (%d turned away so far.)", what, count)
+            log.warning("Turned away %s. (%d turned away so far.)", what.rstrip("."), count)
 
     def _heard(self, node: Node, message: FromNode) -> None:
         with self._changed:

@@ -240,12 +240,10 @@ def _remedy(mesh: Mesh, demand: Demand, sites: Sequence[Site], strategy: str) ->
         room = sum(site.room(demand, when_empty=True) for site in sites)
         relaxed = ", or use --placement-strategy PACK" if strategy != "PACK" and room >= mesh.world_size else ""
         labels = any(site.room(Demand(demand.resources), when_empty=True) for site in sites) and room == 0
-        less = (
-            "--worker-labels" if demand.labels and labels else "fewer ranks, or less for each (--num-cpus-per-worker, "
-        )
-        less += "" if less.startswith("--") else "--num-gpus-per-worker, --worker-resources)"
-        ask = f"change {less}" if less.startswith("--") else f"ask for {less}"
-        return f"Add nodes with `ray start --address=…`, {ask}{relaxed}."
+        if demand.labels and labels:
+            return f"Add nodes with `ray start --address=…`, or change --worker-labels{relaxed}."
+        less = "--num-cpus-per-worker, --num-gpus-per-worker, --worker-resources"
+        return f"Add nodes with `ray start --address=…`, or ask for fewer ranks or less for each ({less}){relaxed}."
     return "End what holds them, add nodes with `ray start --address=…`, or ask for fewer ranks or less for each."
 
 

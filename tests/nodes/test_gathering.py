@@ -147,6 +147,7 @@ def test_callers_that_do_not_belong(two_hosts: list[Host], gather: Begin, caplog
     one_too_many = cluster.start(1, "--nnodes", "3", "-tp", "3", "--node-rank", "2")
     assert one_too_many.ends(60) == 1
     assert "Node 0 was started with --nnodes 2, node 2 (host1) with --nnodes 3." in one_too_many.output
+    assert "with --nnodes 3. (2 turned away so far.)" in caplog.text
     with two_hosts[1].network(), socket.create_connection(("10.77.0.10", 29500)) as rubbish:
         rubbish.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
         rubbish.settimeout(10)
@@ -283,6 +284,16 @@ def test_an_address_that_leads_elsewhere(two_hosts: list[Host], gather: Begin) -
     failure = gathering.done()
     assert "cannot reach node 1 (host1) at 172.17.0.1:" in str(failure)
     assert "set PHALANX_HOST_IP on node 1 (host1) to an address that the other nodes reach" in str(failure)
+
+
+def test_an_address_of_nobody(two_hosts: list[Host], gather: Begin, caplog: pytest.LogCaptureFixture) -> None:
+    """Said by the node itself, before it calls node 0."""
+    gathering, cluster = gather(two_hosts)
+    node = cluster.start(1, env={"PHALANX_HOST_IP": "192.0.2.1"})
+    assert node.ends(60) == 1
+    assert "PHALANX_HOST_IP is 192.0.2.1, which is not an address of this node. Set it to" in node.output
+    assert gathering.launcher.refused == 0
+    assert "Turned away" not in caplog.text
 
 
 def test_what_listens(two_hosts: list[Host], gather: Begin) -> None:

@@ -36,8 +36,16 @@ def test_never_every_interface(address: str) -> None:
 def test_refusals() -> None:
     with pytest.raises(ConfigError, match="not an IP address"):
         checked("eth0", "PHALANX_HOST_IP")
-    with pytest.raises(ConfigError, match=r"PHALANX_HOST_IP is 192\.0\.2\.1, which is not an address of this node"):
+    with pytest.raises(
+        ConfigError, match=r"PHALANX_HOST_IP is 192\.0\.2\.1, which is not an address of this node"
+    ) as own:
         checked("192.0.2.1", "PHALANX_HOST_IP")
+    assert "--master-addr" not in own.value.fix
+    with pytest.raises(
+        ConfigError, match=r"--master-addr is 192\.0\.2\.1, which is not an address of this node"
+    ) as other:
+        listen("192.0.2.1", 0, "--master-addr")
+    assert "PHALANX_HOST_IP" in other.value.fix
     with pytest.raises(ConfigError, match="unknown on this node"):
         address_of_node_0("no-such-host.invalid", None)
     taken = listen("127.0.0.1", 0, "--master-addr")

@@ -198,5 +198,5 @@ class TestRefusal:
         assert "ask for fewer ranks" in self.text(Mesh(tp=4))
         assert "--placement-strategy PACK" in self.text(Mesh(tp=3), "STRICT_PACK")
         missing = self.text(Mesh(tp=2), demand=Demand({"CPU": 1.0}, {"zone": "x"}))
-        assert "no label zone" in missing and "change --worker-labels" in missing
+        assert "no label zone" in missing and "or change --worker-labels" in missing
         assert "fast 0 of 0 free" in self.text(Mesh(tp=1), demand=Demand({"CPU": 1.0, "fast": 1.0}))
