@@ -155,6 +155,7 @@ class Lives:
         self.note(old, loss)
         if self._make is None:
             self.gone = loss
+            log.error("%s Recovery is off: requests end with errors until the server is restarted.", loss.message)
             return
         await old.close()  # its memory is needed
         failure: PhalanxError = loss

@@ -234,7 +234,7 @@ class Replica:
             reason, kind = f"{self._hung}, so it was ended", "hung"
         elif not ended:
             said = f"it sent something that is no message ({cause})"
-            reason = said if isinstance(cause, BrokenFrame) else f"it gave up ({cause})"
+            reason = said if isinstance(cause, BrokenFrame) else f"it gave up ({str(cause).rstrip('.')})"
         elif code is None:
             reason = "it closed the connection"
         else:
