@@ -14,15 +14,15 @@ from phalanx.models.registry import weight_table
 from phalanx.models.spec import DecoderSpec, StoredRows, StoredWeights
 
 
-def with_stored(spec: DecoderSpec, checkpoint: Checkpoint, quantization: str | None) -> DecoderSpec:
+def with_stored(spec: DecoderSpec, checkpoint: Checkpoint | None, quantization: str | None) -> DecoderSpec:
     """`spec` with what `quantization` (resolved: a checkpoint's method, int8, or none) makes of its weights; without
-    the native library nothing stays quantised.
+    the native library nothing stays quantised. Without a `checkpoint`, only int8 is known.
 
     Raises CheckpointError when the checkpoint's tensors are not the model's.
     """
     if native() is None:
         return spec
-    if quantization in ("gguf", *METHODS):
+    if checkpoint is not None and quantization in ("gguf", *METHODS):
         binding = bind(weight_table(spec, checkpoint.format), checkpoint.tensors(), spec.tensors)
         found = {
             name: tuple(_stored(piece) for piece in pieces)

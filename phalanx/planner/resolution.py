@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from phalanx import env
 from phalanx.checkpoint.locate import Checkpoint
@@ -48,9 +49,9 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """`config` without automatic values. Raises ConfigError, CheckpointError, UnsupportedModel, and NotEnoughMemory
     when the model cannot fit several ranks on this machine."""
     spec = read_spec(checkpoint.config)
-    asked = _check_quantization(config.model, checkpoint)
+    asked = _check_quantization(config.model, checkpoint.name, checkpoint.config, checkpoint.format)
     config = resolve(config, spec, detect())
-    config = dataclasses.replace(config, model=_with_quantization(config.model, checkpoint, asked))
+    config = dataclasses.replace(config, model=_with_quantization(config.model, checkpoint.name, asked))
     return with_layout(config, spec_of(config, checkpoint))
 
 
@@ -59,11 +60,11 @@ def spec_of(config: EngineConfig, checkpoint: Checkpoint) -> DecoderSpec:
     return with_stored(read_spec(checkpoint.config), checkpoint, config.model.quantization)
 
 
-def _check_quantization(model: ModelConfig, checkpoint: Checkpoint) -> str:
+def _check_quantization(model: ModelConfig, name: str, model_config: Mapping[str, Any], form: str) -> str:
     """What is asked for, or what the checkpoint has: integers stay as they are, unless float32 is asked for, which is
     for exact results. Raises ConfigError for a wish that cannot be met."""
-    layout = read_layout(checkpoint.config)
-    has = "gguf" if checkpoint.format == "gguf" else None if layout is None else layout.method
+    layout = read_layout(model_config)
+    has = "gguf" if form == "gguf" else None if layout is None else layout.method
     dummy = model.load_format == "dummy"
     if model.quantization is None:
         return has if has and model.dtype != "float32" and not dummy else "none"
@@ -71,17 +72,16 @@ def _check_quantization(model: ModelConfig, checkpoint: Checkpoint) -> str:
     possible = ["none", *([has] if has and not dummy else []), *([] if has else ["int8"])]
     if asked not in possible:
         raise ConfigError(
-            f"--quantization is '{asked[:60]}', but the weights of {checkpoint.name} can only be used as "
-            f"{' or '.join(possible)}.",
+            f"--quantization is '{asked[:60]}', but the weights of {name} can only be used as {' or '.join(possible)}.",
             fix="Leave it out, or name a checkpoint that is quantised so.",
         )
     return asked
 
 
-def _with_quantization(model: ModelConfig, checkpoint: Checkpoint, wanted: str) -> ModelConfig:
+def _with_quantization(model: ModelConfig, name: str, wanted: str) -> ModelConfig:
     if wanted != "none" and (model.device != "cpu" or native() is None):
         why = "on a GPU" if model.device != "cpu" else f"here: products are {choice().reason}"
-        log.warning("The weights of %s are computed in %s, not as %s, %s.", checkpoint.name, model.dtype, wanted, why)
+        log.warning("The weights of %s are computed in %s, not as %s, %s.", name, model.dtype, wanted, why)
         wanted = "none"
     return dataclasses.replace(model, quantization=wanted)
 
@@ -137,16 +137,19 @@ def dry_run(
     config: EngineConfig, name: str, model_config: dict[str, object], checkpoint: Checkpoint | None = None
 ) -> list[str]:
     """The lines of a plan for the model that `model_config` (of config.json) describes. Starts nothing. Without a
-    `checkpoint` the weights are taken to be plain.
+    `checkpoint` no weights are looked at, and those that a quantised one would have are taken to be plain.
 
     Raises ConfigError, and NotEnoughMemory with what is missing and what would fit.
     """
     spec, devices = read_spec(model_config), _declared(config)
-    machine, asked = detect(), None if checkpoint is None else _check_quantization(config.model, checkpoint)
+    machine, form = detect(), "safetensors" if checkpoint is None else checkpoint.format
+    asked = _check_quantization(config.model, name, model_config, form)
     config = resolve(config, spec, _Facts(devices[0].kind if devices else machine.device, machine.native_bfloat16))
-    if checkpoint is not None and asked is not None:
-        config = dataclasses.replace(config, model=_with_quantization(config.model, checkpoint, asked))
-        spec = with_stored(spec, checkpoint, config.model.quantization)
+    if checkpoint is None and asked not in ("none", "int8"):
+        log.warning("How much of %s is %s only its weights tell: planned as numbers.", name, asked)
+        asked = "none"
+    config = dataclasses.replace(config, model=_with_quantization(config.model, name, asked))
+    spec = with_stored(spec, checkpoint, config.model.quantization)
     known = devices or _of_this_machine(config)
     if known and not devices and known[0].kind == "cpu":
         each = read_speed(machine.cores) / len(known)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.kernels.library import native
 from tests.helpers.planning import QWEN_14B
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -58,6 +59,23 @@ def test_three_unequal_cards_from_a_file(command, capsys, tmp_path):
     assert float(used[1]) >= 95
     assert "Considered:" in text
     assert re.search(r"^Layout: 3 workers", text, re.MULTILINE)
+
+
+@pytest.mark.skipif(native() is None, reason="without the native library nothing is rounded to int8")
+def test_weights_to_be_rounded_are_counted_so(command, capsys):
+    """`--quantization` was left out of account where no weights were looked at."""
+    cards = ["--declare-device", "name=x,memory=40G,count=2", "--device", "cpu", "-tp", "2"]
+    assert re.search(r"^ +0 +- +x +0-40 +20 +13\.2 GiB", shown([*command, *cards], capsys), re.MULTILINE)
+    assert re.search(r"^ +0 +- +x +0-40 +20 +6\.6 GiB", shown([*command, *cards, "-q", "int8"], capsys), re.MULTILINE)
+    assert "can only be used as none or int8" in refused([*command, *cards, "-q", "awq"], capsys)
+
+
+def test_a_quantised_model_without_weights_is_planned_as_numbers_and_says_so(capsys, caplog, tmp_path):
+    config = json.loads((QWEN_14B / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "13.2 GiB" in shown(["plan", str(tmp_path), *TWO, "-tp", "2"], capsys)
+    assert f"How much of {tmp_path.name} is awq only its weights tell: planned as numbers." in caplog.text
 
 
 def test_devices_may_come_from_a_variable(monkeypatch, capsys):
