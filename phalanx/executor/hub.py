@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import platform
 import secrets
 import threading
 import time
@@ -59,7 +58,7 @@ from phalanx.executor.messages import (
     decode_from_rank,
 )
 from phalanx.executor.pending import Pending
-from phalanx.executor.seating import Choice, Choose, Seating, Share
+from phalanx.executor.seating import Choice, Choose, Seating, Share, node_of
 from phalanx.executor.traffic import Traffic
 from phalanx.step import StepPlan, StepResult, decode_result
 from phalanx.step import encode as encode_step
@@ -418,12 +417,13 @@ class HubExecutor:
             for member in waiting:  # a process that dies before it joins has no stream to end
                 cause = self._launcher.cause(member.rank) if member.join is None else None
                 if cause is not None:
-                    node = platform.node() if self._host is None else ""
+                    node = node_of(self._launcher, self._seating, member.rank)
                     raise WorkerDied(member.rank, f"{cause} before it could {phase}", node=node, kind=kind_of(cause))
             if waiting and deadline is not None and time.monotonic() > deadline:
                 ranks = ", ".join(str(m.rank) for m in waiting)
                 late = f"it did not {phase} within {timeout:g} s (waiting for {ranks})"
-                raise WorkerDied(waiting[0].rank, late, kind="hung", silent=timeout)
+                node = node_of(self._launcher, self._seating, waiting[0].rank)
+                raise WorkerDied(waiting[0].rank, late, node=node, kind="hung", silent=timeout)
 
     def _failure(self, broken: Exception | None, phase: str = "") -> PhalanxError:
         otherwise = str(broken or self._abort.reason)

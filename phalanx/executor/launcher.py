@@ -36,8 +36,8 @@ class Layout(msgspec.Struct, frozen=True):
 class Launcher(Protocol):
     """Starts and ends rank processes. A rank's death is noticed by the hub; the launcher knows what it died of.
 
-    Ranks are in seats, at first rank r in seat r (`phalanx.executor.seating`). The last four methods are only called
-    where the layout may change."""
+    Ranks are in seats, at first rank r in seat r (`phalanx.executor.seating`). `available`, `assign` and
+    `capacity` are only called where the layout may change."""
 
     @property
     def host(self) -> str | None:

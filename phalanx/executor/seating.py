@@ -62,6 +62,11 @@ class Choice:
         return f"{self.layout}, on {nodes}.{limit}"
 
 
+def node_of(places: Launcher, seating: Seating | None, rank: int) -> str:
+    """The name of the node of a rank that may not have joined."""
+    return places.node(rank if seating is None else seating.now.seats[rank])
+
+
 class NoFit(Exception):
     """The model does not fit; the text says what is missing."""
 

@@ -126,7 +126,7 @@ class TestCannotStart:
             first.close()
             now.touch()
             monkeypatch.setattr(hub, "join_bound", lambda floor: 2.0)
-            words = r"Worker 1 died: it did not join within 2 s \(waiting for 1\)"
+            words = rf"Worker 1 on {NODE} died: it did not join within 2 s \(waiting for 1\)"
             with fails_cleanly(own, 7), pytest.raises(WorkerDied, match=words):
                 mp_executor(own, Mesh(tp=2)).start(config)
 

@@ -122,6 +122,9 @@ class FakeLauncher:
     def cause(self, rank: int, wait: float = 0.0) -> str | None:
         return None
 
+    def node(self, seat: int) -> str:
+        return "here"
+
     def close(self) -> None:
         for rank in self.ranks.values():
             rank.stream.shut()

@@ -72,6 +72,21 @@ def expected(tiny: Path) -> str:
     return continuations(str(tiny), [PROMPT], TOKENS)[0]
 
 
+def test_a_rank_that_dies_before_it_joins_is_named_with_its_node(
+    two_hosts: list[Host], tiny: Path, tmp_path: Path
+) -> None:
+    cluster = Cluster(two_hosts, tmp_path, str(tiny), "-tp", "2", "--dtype", "float32")
+    try:
+        node = cluster.start(0)
+        cluster.start(1, env={"PHALANX_FAULT": "at=join,rank=1,do=kill"})
+        assert node.ends(60) == 1
+        words = "error: Worker 1 on host1 died: it was killed by SIGKILL before it could join."
+        assert node.output.splitlines()[-1] == words
+        assert cluster.nothing_left()
+    finally:
+        cluster.close()
+
+
 def test_a_killed_node_and_its_return(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
     with running(two_hosts, tmp_path, str(tiny), "-tp", "2", *OPTIONS) as cluster:
         assert ranks(cluster) == ["host0", "host1"]
