@@ -110,9 +110,9 @@ def test_of_many_short_ranks_the_shortest_are_described():
 
 
 def test_ranks_that_lack_the_same_share_a_sentence():
-    text = refusal("name=x,memory=1G,count=40", tensor_parallel_size=40)
-    assert text.count(" are missing.") == 1
-    assert "Each of the ranks 0, 1, 2, 3, 4, 5, 6, 7 and 32 more (x) needs" in text
+    text = refusal("name=x,memory=500M,count=20", pipeline_parallel_size=20)
+    assert text.count(" are missing.") == 3  # the first stage, the last, and those between
+    assert "Each of the ranks 1, 2, 3, 4, 5, 6, 7, 8 and 10 more (x) needs" in text
 
 
 def test_shares_that_were_asked_for_are_not_offered_again():
