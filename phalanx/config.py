@@ -17,6 +17,7 @@ from phalanx import layout_rules
 from phalanx.errors import ConfigError
 from phalanx.layout_texts import parse_label, parse_pipeline_split, parse_resource, parse_tensor_split, parse_widths
 from phalanx.speculative_config import SpeculativeConfig, parse_speculative_config, read_speculative_config
+from phalanx.vllm_options import without_ignored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -358,11 +359,12 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Build from flat option names (`max_model_len=…`). Raises ConfigError on an unknown name, with a suggestion,
-        and on a value of the wrong type or outside its choices."""
+        """Build from flat option names (`max_model_len=…`). Names of vLLM that change nothing here are warned of.
+        Raises ConfigError on an unknown name, with a suggestion, and on a value of the wrong type or outside its
+        choices."""
         sections: dict[str, dict[str, Any]] = {f.name: {} for f in dataclasses.fields(cls)}
         known = options_by_name()
-        for name, value in options.items():
+        for name, value in without_ignored(options).items():
             if name not in known:
                 import difflib
 

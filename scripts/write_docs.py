@@ -10,9 +10,9 @@ from typing import Any
 
 from phalanx.checkpoint.quantized import SUPPORTED
 from phalanx.cli.flags import SECTIONS
-from phalanx.cli.vllm_flags import IGNORED, REFUSED
 from phalanx.config import options_by_name
 from phalanx.models.registry import supported
+from phalanx.vllm_options import IGNORED, REFUSED
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 NOTE = "<!-- Written by scripts/write_docs.py (`make docs`). Do not edit. -->"
@@ -47,8 +47,8 @@ its own variables say (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`).
 VLLM = """\
 ## Flags of vLLM
 
-The flags above have vLLM's names where vLLM has them. These are accepted too, with a line that says why they change
-nothing:
+The flags above have vLLM's names where vLLM has them. These are accepted too, also as keyword arguments and as lines of
+a file, with a line that says why they change nothing:
 
 {ignored}
 

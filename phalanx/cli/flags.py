@@ -2,8 +2,8 @@
 
 Precedence: flag, then variable, then file, then default. Nothing here knows an option by name; what an option is
 called, means and accepts comes from its declaration. A wrong flag, variable, key or value is an error (an unknown
-variable only a warning, since others may use the prefix) and suggests the nearest name. Flags of vLLM that we do not
-have are known by name (`phalanx.cli.vllm_flags`) and answered in a sentence.
+variable only a warning, since others may use the prefix) and suggests the nearest name. Flags and keys of vLLM that we
+do not have are known by name (`phalanx.vllm_options`) and answered in a sentence.
 
 Does not cover flags that belong to one command, such as `--max-tokens`: those are added by the command to its `Parser`.
 """
@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 from phalanx import env
 from phalanx.cli.messages import UsageError, warn
-from phalanx.cli.vllm_flags import IGNORED, REFUSED
 from phalanx.config import EngineConfig, options_by_name
 from phalanx.errors import ConfigError
+from phalanx.vllm_options import IGNORED, REFUSED, without_ignored
 
 SECTIONS = {
     "model": "model",
@@ -217,6 +217,10 @@ def from_file(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold options as `name: value` lines.")
+    try:
+        content = without_ignored(content, lambda text: warn(f"{path}: {text}"))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
     known = options_by_name()
     options: dict[str, Any] = {}
     for key, value in content.items():

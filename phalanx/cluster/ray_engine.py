@@ -39,6 +39,7 @@ from phalanx.config import EngineConfig, options_by_name
 from phalanx.error_names import error_named
 from phalanx.errors import ConfigError, EngineDead, InvalidRequest, PhalanxError
 from phalanx.sampling_params import SamplingParams
+from phalanx.vllm_options import without_ignored
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,8 @@ class RayDistributedEngine:
         for name, size in {**sizes, "data_parallel_size": data_parallel_size}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"`{name}` is {size!r}; it must be an integer of at least 1.")
+        if self._cls is RayWorker:
+            options = without_ignored(options)
         own = {name: value for name, value in options.items() if name not in options_by_name()}
         if self._cls is RayWorker and own:
             raise ConfigError(

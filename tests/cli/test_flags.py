@@ -6,9 +6,9 @@ import pytest
 
 from phalanx.cli.flags import SECTIONS, Parser, from_file, from_variables, settings
 from phalanx.cli.messages import UsageError
-from phalanx.cli.vllm_flags import IGNORED, REFUSED
 from phalanx.config import EngineConfig, options_by_name
 from phalanx.errors import ConfigError
+from phalanx.vllm_options import IGNORED, REFUSED
 
 OPTIONS = options_by_name()
 
@@ -170,6 +170,20 @@ def test_an_empty_file_sets_nothing(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("# nothing\n")
     assert from_file(str(file)) == {}
+
+
+def test_keys_of_vllm_in_a_file_are_answered_as_its_flags(tmp_path, capsys):
+    file = tmp_path / "c.yaml"
+    file.write_text("enforce-eager: true\nswap_space: 4\nport: 5\n")
+    assert from_file(str(file)) == {"port": 5}
+    assert capsys.readouterr().err == (
+        f"warning: {file}: enforce-eager is ignored: {IGNORED['--enforce-eager'][1]}\n"
+        f"warning: {file}: swap_space is ignored: {IGNORED['--swap-space'][1]}\n"
+    )
+    file.write_text("enable-lora: true\n")
+    with pytest.raises(ConfigError) as caught:
+        from_file(str(file))
+    assert str(caught.value) == f"{file}: enable-lora is not in this version: {REFUSED['--enable-lora']}"
 
 
 @pytest.mark.parametrize("flag", sorted(IGNORED))

@@ -232,6 +232,7 @@ class TestMistakes:
     def test_before_anything_is_started(self, clean, model) -> None:
         engine = RayDistributedEngine
         refused(lambda: engine(model, tensor_paralel_size=2), ConfigError, "Unknown option 'tensor_paralel_size'")
+        refused(lambda: engine(model, enable_lora=True), ConfigError, "enable_lora is not in this version")
         refused(lambda: engine(model, tensor_parallel_size=0), ConfigError, "`tensor_parallel_size` is 0")
         refused(lambda: engine(model, worker_cls=dict), ConfigError, "no subclass of RayWorker")
         refused(lambda: engine(model, max_model_len="long"), ConfigError, "'long' is not a size")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.config import EngineConfig, options_by_name, parse_size, resolve
 from phalanx.errors import ConfigError
+from phalanx.vllm_options import IGNORED, REFUSED
 
 
 @dataclass(frozen=True)
@@ -259,3 +260,31 @@ def test_which_replica_a_node_asks(replicas, node, wanted):
         nnodes=2, node_rank=node, data_parallel_size=replicas, master_addr="10.0.0.1", distributed_executor_backend="mp"
     )
     assert config.parallel.replica_here == wanted
+
+
+LONG = {flag: flag[2:].replace("-", "_") for flag in [*IGNORED, *REFUSED] if flag.startswith("--")}
+
+
+@pytest.mark.parametrize("flag", sorted(IGNORED.keys() & LONG))
+def test_options_of_vllm_that_change_nothing_are_taken_with_a_line(flag, caplog):
+    assert EngineConfig.from_options(**{LONG[flag]: True}, port=5).server.port == 5
+    assert caplog.messages == [f"{LONG[flag]} is ignored: {IGNORED[flag][1]}"]
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSED.keys() & LONG))
+def test_options_of_vllm_that_we_lack_are_refused_in_a_sentence(flag):
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(**{LONG[flag]: True})
+    assert str(caught.value) == f"{LONG[flag]} is not in this version: {REFUSED[flag]}"
+
+
+def test_what_an_option_of_vllm_asks_for_decides(caplog):
+    EngineConfig.from_options(enable_lora=False, cpu_offload_gb=0, hf_overrides=None, enforce_eager=False)
+    assert [line.partition(":")[0] for line in caplog.messages] == [
+        "enable_lora is ignored",
+        "cpu_offload_gb is ignored",
+        "hf_overrides is ignored",
+        "enforce_eager is ignored",
+    ]
+    with pytest.raises(ConfigError, match="enable_chunked_prefill is not in this version"):
+        EngineConfig.from_options(enable_chunked_prefill=False)

@@ -1,10 +1,19 @@
-"""Flags that people know from vLLM and that Phalanx does not have (yet), each with the sentence it is answered with.
+"""Options that people know from vLLM and that Phalanx does not have (yet), each with the sentence it is answered with.
 
-`IGNORED` flags ask for nothing that Phalanx would do differently: they are accepted with one line of warning. `REFUSED`
-flags ask for something that is not there: going on without it would not be what the user wanted.
+`IGNORED` options ask for nothing that Phalanx would do differently: they are accepted with one line of warning.
+`REFUSED` options ask for something that is not there: going on without it would not be what the user wanted. Both are
+listed as flags; `without_ignored` answers them as keyword arguments and as keys of a file.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from phalanx.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _LOGGING = "Phalanx logs no requests; --access-log and --log-level choose what is logged."
 _COMPILED = "nothing is compiled or captured as a graph."
@@ -84,3 +93,31 @@ REFUSED: dict[str, str] = {
     "--logits-processors": "only the sampling parameters of the API change logits.",
     "--no-enable-chunked-prefill": "long prompts are always computed in chunks.",
 }
+
+
+def without_ignored(options: Mapping[str, Any], warn: Callable[[str], None] = log.warning) -> dict[str, Any]:
+    """The options that are not ignored, as they are; `warn` is told of each that is. Raises ConfigError for one that is
+    refused."""
+    kept = {}
+    for name, value in options.items():
+        reason = _ignored(name, value)
+        if reason is None:
+            kept[name] = value
+        else:
+            warn(f"{name} is ignored: {reason}")
+    return kept
+
+
+def _ignored(name: str, value: Any) -> str | None:
+    """Why the option changes nothing; None where it is none of vLLM's. Raises ConfigError."""
+    flag = "--" + str(name).replace("_", "-")
+    negative = "--no-" + flag[2:]
+    if value is False and negative in IGNORED.keys() | REFUSED.keys():
+        flag = negative
+    if flag in IGNORED:
+        return IGNORED[flag][1]
+    if flag not in REFUSED:
+        return None
+    if flag != negative and not value:  # what is not there is not asked for
+        return REFUSED[flag]
+    raise ConfigError(f"{name} is not in this version: {REFUSED[flag]}")
