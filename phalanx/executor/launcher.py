@@ -36,7 +36,7 @@ class Layout(msgspec.Struct, frozen=True):
 class Launcher(Protocol):
     """Starts and ends rank processes. A rank's death is noticed by the hub; the launcher knows what it died of.
 
-    Ranks are in seats, at first rank r in seat r (`phalanx.executor.seating`). `available`, `assign` and
+    Ranks are in seats, at first rank r in seat r (`phalanx.executor.seating`). `available`, `arriving`, `assign` and
     `capacity` are only called where the layout may change."""
 
     @property
@@ -65,6 +65,10 @@ class Launcher(Protocol):
 
     def available(self) -> set[int]:
         """The seats where a rank runs or could be started now. Does not wait."""
+        ...
+
+    def arriving(self) -> set[int]:
+        """The seats that are about to be available: their place is there and is being looked at. Does not wait."""
         ...
 
     def assign(self, seats: Sequence[int]) -> None:

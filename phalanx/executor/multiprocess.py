@@ -257,6 +257,9 @@ class SupervisorLauncher:
         """As in `hub.Launcher`. Whether a process can live in a seat, such as a GPU, only trying tells."""
         return set(range(self._world_size))
 
+    def arriving(self) -> set[int]:
+        return set()
+
     def assign(self, seats: Sequence[int]) -> None:
         self._seats = tuple(seats)
         self._plan = place_ranks(max(1, len(self._seats)))

@@ -48,7 +48,7 @@ class Node:
 
     def unfit(self, ours: Survey, here: str) -> ConfigError | None:
         """Why it cannot have ranks, once it has looked; `ours` is what the node `here` has found."""
-        prepared, name = self.prepared, f"{self.short[:1].upper()}{self.short[1:]}"
+        prepared, name = self.prepared, capital(self.short)
         if prepared is None:
             return None
         if prepared.lacks:
@@ -73,3 +73,11 @@ def why_silent(node: Node, error: Exception) -> str:
         return f"nothing has come from it for {silent:.0f} s: it is down, or the network is"
     text = str(error).rstrip(".")
     return text[:1].lower() + text[1:]
+
+
+def numbers(nodes: list[int]) -> str:
+    return f"node {nodes[0]}" if len(nodes) == 1 else "nodes " + ", ".join(map(str, nodes))
+
+
+def capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

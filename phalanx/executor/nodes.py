@@ -58,7 +58,7 @@ from phalanx.executor.node_messages import (
     Welcome,
     decode_from_node,
 )
-from phalanx.executor.node_record import SAY_S, Node, RankProcess, why_silent
+from phalanx.executor.node_record import SAY_S, Node, RankProcess, capital, numbers, why_silent
 from phalanx.executor.probing import ProbeDoor, broken_pairs, probe_all
 from phalanx.executor.seating import Choose, Share
 from phalanx.executor.survey import measured, survey, version_difference, versions
@@ -215,6 +215,12 @@ class NodesLauncher:
             there = [0, *(n for n, node in self._nodes.items() if node.admitted and node.lost is None)]
             return {seat for node in there for seat in self._seats_of(node)}
 
+    def arriving(self) -> set[int]:
+        """As in `hub.Launcher`."""
+        with self._changed:
+            joined = [n for n, node in self._nodes.items() if not node.admitted and node.lost is None]
+            return {seat for node in joined for seat in self._seats_of(node)}
+
     def assign(self, seats: Sequence[int]) -> None:
         """As in `hub.Launcher`. Ranks are in the order of their seats."""
         with self._changed:
@@ -308,12 +314,12 @@ class NodesLauncher:
                 now = time.monotonic()
                 some = 0 in self._own or bool(self._nodes)
                 if some and self._patience is not None and now - begin > self._patience:
-                    log.warning("Going on without %s of %d.", _numbers(missing), self._nnodes)
+                    log.warning("Going on without %s of %d.", numbers(missing), self._nnodes)
                     self._complete = True
                     return
             if now - begin > self._limit:
                 raise ConfigError(
-                    f"Waited {self._limit:g} s at {self._at} for {_numbers(missing)} of {self._nnodes}, in vain.",
+                    f"Waited {self._limit:g} s at {self._at} for {numbers(missing)} of {self._nnodes}, in vain.",
                     fix=f"On each, run the same command with --node-rank N --headless and --master-addr {self._host}; "
                     f"check that its output does not say that it cannot reach {self._at}.",
                 )
@@ -321,7 +327,7 @@ class NodesLauncher:
                 said = now
                 log.info(
                     "Waiting at %s for %s of %d (%.0f s; gives up after %g s). Start it with --headless.",
-                    self._at, _numbers(missing), self._nnodes, now - begin, self._limit,
+                    self._at, numbers(missing), self._nnodes, now - begin, self._limit,
                 )  # fmt: skip
 
     def _await(
@@ -335,7 +341,7 @@ class NodesLauncher:
                 nodes = among or self._in_order()
                 for node in nodes:
                     if node.lost is not None:
-                        raise ConfigError(f"{_capital(node.shown)} left before the start: {node.lost}.")
+                        raise ConfigError(f"{capital(node.shown)} left before the start: {node.lost}.")
                 waiting = [node for node in nodes if not done(node)]
                 if not waiting:
                     return
@@ -361,7 +367,7 @@ class NodesLauncher:
         with self._changed:
             node.admitted = True
             self._changed.notify_all()
-        log.info("%s is back.", _capital(node.shown))
+        log.info("%s is back.", capital(node.shown))
 
     def _probe(self, newcomer: Node | None = None) -> None:
         """Try to connect from every node to every other one; with a `newcomer`, from the others to it and from it to
@@ -589,11 +595,3 @@ def nodes_executor(
 
 def _ranks(first: int, count: int) -> str:
     return f"rank {first}" if count == 1 else f"ranks {first} to {first + count - 1}"
-
-
-def _numbers(nodes: list[int]) -> str:
-    return f"node {nodes[0]}" if len(nodes) == 1 else "nodes " + ", ".join(map(str, nodes))
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

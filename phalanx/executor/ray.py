@@ -136,6 +136,9 @@ class RayLauncher:
             raise ExecutorLost(0, "the local Ray cluster has ended", kind="ended")
         return self._places.available(alive)
 
+    def arriving(self) -> set[int]:
+        return set()
+
     def assign(self, seats: Sequence[int]) -> None:
         self._seats = tuple(seats)
         self._let_go(set(self._places.places) - set(seats))

@@ -32,6 +32,9 @@ REST_S = 10.0
 
 MOST_REST_S = 600.0
 
+ARRIVAL_S = 10.0
+"""How much longer a lost place is waited for that has come back in time, and is being looked at."""
+
 _LOOK_S = 0.1
 
 
@@ -154,7 +157,9 @@ class Seating:
             sure = usable - self._given_up
             if wanted <= sure:
                 return not wanted and self._grow(usable)
-            if self._late() or not wanted - usable - self._given_up or over():
+            missing = wanted - usable - self._given_up
+            grace = ARRIVAL_S if missing <= self._places.arriving() else 0.0
+            if self._late(grace) or not missing or over():
                 break
             time.sleep(_LOOK_S)
         try:
@@ -173,8 +178,8 @@ class Seating:
         self._failures.clear()
         self._given_up.clear()
 
-    def _late(self) -> bool:
-        return self._since is not None and time.monotonic() - self._since > self._patience
+    def _late(self, grace: float = 0.0) -> bool:
+        return self._since is not None and time.monotonic() - self._since > self._patience + grace
 
     def _grow(self, usable: set[int]) -> bool:
         """Nobody is missing: take in again what has come back."""

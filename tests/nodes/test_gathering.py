@@ -250,6 +250,18 @@ def test_a_node_may_come_back_while_others_are_awaited(
     assert gathering.launcher.refused == 0
 
 
+def test_a_node_that_has_joined_is_arriving_until_it_is_looked_at(two_hosts: list[Host], gather: Begin) -> None:
+    gathering, _ = gather(two_hosts, patience=0.0)
+    assert gathering.done() is None, "it goes on with the one that is there"
+    launcher = gathering.launcher
+    assert (launcher.available(), launcher.arriving()) == ({0}, set())
+    with joined(two_hosts[1]) as stream:
+        stream.receive(LIMIT, 5)
+        assert wait_until(lambda: launcher.arriving() == {1}, 5)
+        assert launcher.available() == {0}
+    assert wait_until(lambda: launcher.arriving() == set(), 5)
+
+
 def test_nonsense_from_a_node_ends_it(two_hosts: list[Host], gather: Begin) -> None:
     gathering, _ = gather(two_hosts)
     with joined(two_hosts[1]) as stream:

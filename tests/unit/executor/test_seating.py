@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import pytest
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import NotEnoughMemory
+from phalanx.executor import seating as seating_module
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
 from phalanx.executor.seating import Choice, NoFit, Seat, Seating, Share
@@ -22,6 +24,8 @@ class Places:
 
     def __init__(self, seats: set[int]):
         self.seats = seats
+        self.coming: deque[int] = deque()
+        """Seats whose places have joined; one is free to use each time that somebody has looked."""
 
     def launch(self, starts: list[RankStart]) -> None: ...
 
@@ -33,6 +37,11 @@ class Places:
 
     def available(self) -> set[int]:
         return set(self.seats)
+
+    def arriving(self) -> set[int]:
+        coming = set(self.coming)
+        self.seats |= {self.coming.popleft()} if self.coming else set()
+        return coming
 
     def assign(self, seats: Sequence[int]) -> None: ...
 
@@ -94,6 +103,32 @@ def test_a_place_that_is_given_up_is_left_though_its_rank_lives():
     assert seats.settle([], never)
     assert seats.now.seats == (0, 1)
     assert seats.more() is None, "it rests"
+
+
+def test_a_place_that_has_come_back_in_time_is_waited_for_while_it_is_looked_at():
+    places = Places({0, 1, 2})
+    seats = seating(places)
+    places.seats -= {1, 2}
+    places.coming.extend((2, 1))
+    assert not seats.settle([1, 2], never), "started where they were"
+    assert seats.is_whole
+
+
+def test_it_is_not_waited_for_where_another_is_missing():
+    places = Places({0, 1, 2})
+    seats = Seating(Layout(Mesh(tp=3)), places, lambda _: Choice(Layout(Mesh()), (0,)), 0.0)
+    places.seats -= {1, 2}
+    places.coming.append(2)
+    assert seats.settle([1, 2], never)
+    assert seats.now.seats == (0,)
+
+
+def test_it_is_not_waited_for_forever(monkeypatch):
+    monkeypatch.setattr(seating_module, "ARRIVAL_S", 0.0)
+    monkeypatch.setattr(Places, "arriving", lambda self: {2})
+    seats = seating(Places({0, 1}))
+    assert seats.settle([2], never)
+    assert seats.now.seats == (0, 1)
 
 
 def test_shares_are_decided_by_what_places_have():
