@@ -58,13 +58,15 @@ class Unfinished:
     """Computed before, to be computed again."""
     explained: bool = False
     """The request that ended it is known and will not run again."""
+    elsewhere: bool = False
+    """Other engines take them at once."""
 
 
 class Lives:
     """`make` gives another client of the same engine, not started; without it, or with recovery switched off, the
     first life is the only one. `lost` is told of each loss and says what is unfinished; `at_work` says how many
     requests are there now; `changed` is called when some may be sent again, or never more; `renewed` with the facts of
-    each new process."""
+    each new process; `replica` is which one this is, of several."""
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class Lives:
         at_work: Callable[[], int],
         changed: Callable[[], None],
         renewed: Callable[[EngineInfo], None] = lambda info: None,
+        replica: int | None = None,
     ):
         self.client = client
         self.gone: EngineLost | None = None
@@ -83,6 +86,7 @@ class Lives:
         self._make = make if config.enable_recovery else None
         self._config = config
         self._tell_lost, self._at_work, self._changed, self._renewed = lost, at_work, changed, renewed
+        self._replica = replica
         self._account = Recoveries(config)
         self._down = False
         self._weights = ""
@@ -101,7 +105,7 @@ class Lives:
         """The first life. Raises UserError, EngineDead."""
         info = await self._timed_start(self.client, None)
         self._weights = info.weights
-        self._account = Recoveries(self._config, self._start_s)
+        self._account = Recoveries(self._config, self._start_s, self._replica)
         self._keep(self._watch())
         return info
 
@@ -219,6 +223,7 @@ class Lives:
             wall,
             open_requests=self._unfinished.requests,
             tokens=self._unfinished.tokens,
+            elsewhere=self._unfinished.elsewhere,
         )
         self._changed()
 
@@ -267,7 +272,7 @@ class Lives:
             status.state = "recovering"
             if status.recovery is None:
                 status.recovery, status.since = current, current.since
-                status.cause = f"The engine process was lost: {current.cause}."
+                status.cause = f"The {self._account.engine} was lost: {current.cause}."
         return status
 
     # The end

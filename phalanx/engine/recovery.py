@@ -38,10 +38,14 @@ KEPT = 8
 
 
 class Recoveries:
-    def __init__(self, config: RecoveryConfig, load_s: float | None = None) -> None:
-        """`load_s` is how long loading took, for the first estimate."""
+    def __init__(self, config: RecoveryConfig, load_s: float | None = None, replica: int | None = None) -> None:
+        """`load_s` is how long loading took, for the first estimate; `replica` is which one this is, of several."""
         self._config = config
         self._load_s = load_s
+        self.engine = "engine process" + (f" of replica {replica}" if replica is not None else "")
+        """For people."""
+        self._elsewhere = False
+        """Other replicas took the requests of the one that was lost."""
         self.current: Recovery | None = None
         """The one under way."""
         self.finished: tuple[Recovery, ...] = ()
@@ -60,10 +64,14 @@ class Recoveries:
     def waits_for_devices(self) -> bool:
         return self.current is not None and self.current.plan == "wait"
 
-    def lost(self, cause: WorkerDied, epoch: int, now: float, wall: float, *, open_requests: int, tokens: int) -> str:
+    def lost(
+        self, cause: WorkerDied, epoch: int, now: float, wall: float, *,
+        open_requests: int, tokens: int, elsewhere: bool = False,
+    ) -> str:  # fmt: skip
         """Workers are gone; `tokens` were computed for the requests that they worked on, and `epoch` comes next.
-        Returns it in words."""
+        `elsewhere`: other replicas take the requests. Returns it in words."""
         self.count(cause)
+        self._elsewhere = elsewhere
         before = self.current
         if before is None:
             self._noticed = self._spent_from = now
@@ -81,8 +89,10 @@ class Recoveries:
         )
         self._plan_next(now)
         noticed = f" (noticed after {cause.silent:.2f} s)" if cause.silent is not None else ""
-        what = f"{_rank(cause)} was lost: {cause.cause}"
-        log.warning("%s%s. Recovering: %s.", what, noticed, _waiting(open_requests))
+        name = f"Rank {cause.rank}" if cause.rank >= 0 else f"The {self.engine}"
+        what = f"{name}{f' on {cause.node}' if cause.node else ''} was lost: {cause.cause}"
+        then = _in_others(open_requests, "go on", "goes on") if elsewhere else _waiting(open_requests)
+        log.warning("%s%s. Recovering: %s.", what, noticed, then)
         return what
 
     def regained(self, what: str, epoch: int, now: float, wall: float, *, open_requests: int, tokens: int) -> str:
@@ -150,11 +160,13 @@ class Recoveries:
         if done is None:
             return ""
         self.finished = (*self.finished, done)[-KEPT:]
-        what = f"rank {done.rank} was" if done.rank >= 0 else "the engine process was"
+        what = f"rank {done.rank} was" if done.rank >= 0 else f"the {self.engine} was"
         how = f"{what if done.kind != 'regained' else 'the workers were'} started again"
         if done.plan == "split":
             how = f"the model was split over {ranks} rank{'s' * (ranks != 1)}"
         goes_on = f"{resumed} request{'s go' if resumed != 1 else ' goes'} on"
+        if self._elsewhere:
+            goes_on = _in_others(resumed, "went on", "went on")
         line = (
             f"Recovered in {done.first_token_s or 0:.1f} s: {how} in {done.reload_s or 0:.1f} s, "
             f"next token after {done.first_token_s or 0:.1f} s; {goes_on}, {done.recomputed} tokens were computed again"
@@ -186,13 +198,12 @@ class Recoveries:
         return times[len(times) // 2] if times else self._load_s
 
 
-def _rank(cause: WorkerDied) -> str:
-    name = f"Rank {cause.rank}" if cause.rank >= 0 else "The engine process"
-    return name + (f" on {cause.node}" if cause.node else "")
-
-
 def _waiting(count: int) -> str:
     return f"{count} request{'s wait' if count != 1 else ' waits'}"
+
+
+def _in_others(count: int, several: str, one: str) -> str:
+    return f"its {count} request{f's {several}' if count != 1 else f' {one}'} in the other replicas"
 
 
 def _sentence(error: Exception) -> str:

@@ -107,6 +107,7 @@ class Router:
                 at_work=partial(self._at_work, engine),
                 changed=partial(self._news, engine),
                 renewed=partial(self._renew, engine),
+                replica=engine.number if len(clients) > 1 else None,
             )
             self._engines.append(engine)
         self._routing = routing or PrefixAffinity()
@@ -488,8 +489,9 @@ class Router:
             self._cell = engine
         going_on = [cursor for cursor in unfinished if cursor.request_id not in self._refused]
         tokens = sum(cursor.tokens for cursor in going_on)
-        elsewhere = sum(len(other.members) for other in self._engines)
-        return Unfinished(len(self._cursors) - elsewhere - len(refused), tokens, explained=bool(refused))
+        others = [other for other in self._engines if other is not engine]
+        count = len(self._cursors) - sum(len(other.members) for other in others) - len(refused)
+        return Unfinished(count, tokens, bool(refused), elsewhere=any(other.lives.ready for other in others))
 
     def _at_work(self, engine: _Engine) -> int:
         return len(engine.members)

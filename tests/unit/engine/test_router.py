@@ -1,4 +1,5 @@
 import asyncio
+import platform
 import time
 from contextlib import aclosing
 
@@ -399,7 +400,7 @@ async def test_cache_hits_of_another_engine_are_not_counted_again():
     assert cursor.accept(EngineOutput("r#0", 1, [2], num_cached_tokens=64)).num_cached_tokens == 0
 
 
-async def test_others_take_over_at_once_while_the_lost_one_starts(quick):
+async def test_others_take_over_at_once_while_the_lost_one_starts(quick, caplog):
     release = asyncio.Event()
 
     class Slow(EchoEngine):
@@ -418,9 +419,15 @@ async def test_others_take_over_at_once_while_the_lost_one_starts(quick):
         assert tokens_of(outputs) == ([1, 2, 3] * 7)[:20]
     status = router.status()
     assert (status.state, status.recovery.rank) == ("ready", -1)
+    assert status.cause.startswith("The engine process of replica 0 was lost: ")
     release.set()
     await until(lambda: router.status().recovery is None)
     assert first not in router.clients
+    lost, recovered = caplog.messages
+    assert lost.startswith(f"The engine process of replica 0 on {platform.node()} was lost: ")
+    assert lost.endswith("Recovering: its 2 requests go on in the other replicas.")
+    assert ": the engine process of replica 0 was started again in " in recovered
+    assert "; its 2 requests went on in the other replicas, " in recovered
     await router.close()
 
 
