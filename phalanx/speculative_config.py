@@ -44,6 +44,9 @@ def parse_speculative_config(given: str | Mapping[str, Any]) -> str:
 def read_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfig:
     """Raises ConfigError."""
     wanted = _object(given)
+    method, here = wanted.get("method"), f"The one method is {METHOD}: {_EXAMPLE}"
+    if method not in (None, METHOD):  # whose fields are others
+        raise ConfigError(f"--speculative-config names the method '{str(method)[:80]}', which is not here.", fix=here)
     names = [field.name for field in fields(SpeculativeConfig)]
     for name in wanted:
         if name not in names:
@@ -52,10 +55,8 @@ def read_speculative_config(given: str | Mapping[str, Any]) -> SpeculativeConfig
                 f"--speculative-config has no field '{str(name)[:80]}'.",
                 fix=f"Did you mean '{close[0]}'?" if close else f"The fields are {', '.join(names)}.",
             )
-    method = wanted.get("method")
-    if method != METHOD:
-        what = "needs a method" if method is None else f"names the method '{str(method)[:80]}', which is not here"
-        raise ConfigError(f"--speculative-config {what}.", fix=f"The one method is {METHOD}: {_EXAMPLE}")
+    if method is None:
+        raise ConfigError("--speculative-config needs a method.", fix=here)
     if "num_speculative_tokens" not in wanted:
         raise ConfigError("--speculative-config needs num_speculative_tokens.", fix=f"Such as {_EXAMPLE}")
     longest, shortest = wanted.get("prompt_lookup_max"), wanted.get("prompt_lookup_min")

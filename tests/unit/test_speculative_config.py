@@ -38,6 +38,7 @@ def test_bounds_that_are_not_given(bounds, longest, shortest):
         ("[" * 100_000, "not valid JSON"),
         ("[1]", "must be a JSON object"),
         ("{}", "needs a method"),
+        ('{"method": "eagle", "model": "x"}', "'eagle', which is not here"),
         ({"method": "eagle", "num_speculative_tokens": 3}, "'eagle', which is not here"),
         ({"method": "ngram"}, "needs num_speculative_tokens"),
         ({**GIVEN, "model": "x"}, "no field 'model'"),
