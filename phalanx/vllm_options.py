@@ -55,6 +55,7 @@ IGNORED: dict[str, tuple[bool, str]] = {
 }
 
 _ADAPTERS = "there are no LoRA adapters; merge the adapter into the weights first."
+_EXPERTS = "there is no expert parallelism yet, and no mixture-of-experts model is supported."
 _TOOLS = "tool calls are not parsed out of answers."
 
 REFUSED: dict[str, str] = {
@@ -64,7 +65,9 @@ REFUSED: dict[str, str] = {
     "--max-lora-rank": _ADAPTERS,
     "--speculative-model": "tokens are proposed without a model; see --speculative-config.",
     "--num-speculative-tokens": "it is a field of --speculative-config.",
-    "--enable-expert-parallel": "no mixture-of-experts model is supported.",
+    "--enable-expert-parallel": _EXPERTS,
+    "--expert-parallel-size": _EXPERTS,
+    "-ep": _EXPERTS,
     "--decode-context-parallel-size": "the context is not split.",
     "-dcp": "the context is not split.",
     "--kv-transfer-config": "the KV cache stays in the engine.",
