@@ -1,7 +1,7 @@
 """The `phalanx` command: finds the sub-command's function, calls it, and turns errors into one line and an exit code.
 
 A command is imported only when it is called, so that `phalanx --help` answers at once and imports no torch. Exit codes:
-0 done, 1 an error, 2 a wrong command line, 130 ended by Ctrl-C.
+0 done, 1 an error (a value that is out of range, too), 2 a command line that cannot be understood, 130 ended by Ctrl-C.
 """
 
 from __future__ import annotations

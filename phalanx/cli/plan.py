@@ -18,10 +18,15 @@ def run(argv: list[str]) -> int:
 
 def show(config: EngineConfig) -> int:
     """Print the plan. Raises UserError when there is none."""
-    from phalanx.checkpoint.locate import locate_config
+    from phalanx.checkpoint.locate import locate_config, locate_tokenizer
     from phalanx.planner.resolution import dry_run
 
-    name, model_config, checkpoint = locate_config(config.model.model, revision=config.model.revision)
-    called = (*config.model.served_model_name, name)[0]
+    wanted = config.model
+    name, model_config, checkpoint = locate_config(wanted.model, revision=wanted.revision)
+    if wanted.tokenizer is not None:
+        from phalanx.text.tokenizer import from_folder
+
+        from_folder(locate_tokenizer(wanted.tokenizer, revision=wanted.revision), model_config)
+    called = (*wanted.served_model_name, name)[0]
     print("\n".join(dry_run(config, called, model_config, checkpoint)))
     return 0

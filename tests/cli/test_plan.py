@@ -83,6 +83,11 @@ def test_devices_may_come_from_a_variable(monkeypatch, capsys):
     assert "20,848 tokens" in shown(["plan", str(QWEN_14B), "-tp", "2"], capsys)
 
 
+def test_a_tokenizer_of_its_own_must_be_there(command, capsys, tmp_path):
+    assert "There is no file or folder '/nowhere/else'" in refused([*command, "--tokenizer", "/nowhere/else"], capsys)
+    assert f"There is no tokenizer in {tmp_path}" in refused([*command, "--tokenizer", str(tmp_path)], capsys)
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
