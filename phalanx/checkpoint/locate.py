@@ -66,6 +66,7 @@ def locate(model: str | None, *, revision: str | None = None, progress: Download
     Raises CheckpointError (FormatError, UnsupportedModel) with what is wrong and what to do.
     """
     if model is None:
+        _check_revision("this is the demo model, which", revision)
         found = _from_gguf(demo.demo_model(progress=progress), demo.DEMO.name)
         return replace(found, generation_config={**demo.SAMPLING, **found.generation_config})
     path = _local(model, revision)
@@ -120,16 +121,19 @@ def _local(name: str, revision: str | None) -> Path | None:
         exists = path.exists()
     except (OSError, RuntimeError) as error:  # RuntimeError: `~user` of no known user
         raise CheckpointError(f"{name[:200]!r} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
-    if exists and revision is not None:
-        raise CheckpointError(
-            f"A revision ('{revision}') was given, but {name} is a local path, which has none.",
-            fix="Leave out --revision.",
-        )
+    if exists:
+        _check_revision(f"{name} is a local path, which", revision)
     if not exists and (name.lower().endswith(".gguf") or not _HUB_ID.fullmatch(name)):
         raise CheckpointError(
             f"There is no file or folder {name[:200]!r}.", fix="Check the path. A model on the hub is named OWNER/NAME."
         )
     return path if exists else None
+
+
+def _check_revision(what: str, revision: str | None) -> None:
+    """Of a model that is not from the hub."""
+    if revision is not None:
+        raise CheckpointError(f"A revision ('{revision}') was given, but {what} has none.", fix="Leave out --revision.")
 
 
 def _folder_name(path: Path) -> str:

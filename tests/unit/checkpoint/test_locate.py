@@ -146,6 +146,10 @@ def test_very_long_name():
 def test_a_revision_of_a_folder(folder):
     with pytest.raises(CheckpointError, match=r"has none.*Leave out --revision"):
         locate(str(folder), revision="main")
+    with pytest.raises(
+        CheckpointError, match=r"^A revision \('main'\) was given, but this is the demo model, which has none"
+    ):
+        locate(None, revision="main")
 
 
 @pytest.mark.parametrize(
