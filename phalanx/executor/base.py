@@ -58,7 +58,8 @@ class WorkerStatus(msgspec.Struct):
     """Half-open range, such as `0-30`."""
     heads: int
     memory: dict[str, int]
-    """Bytes: `weights`, `kv_cache`, `activations`, `free`; `kv_room` is the most that the cache could have here."""
+    """Bytes: `weights`, `kv_cache`, `activations`; `free` beside weights and cache, of a host each rank's part;
+    `kv_room` is the most that the cache could have here."""
     step_s: float = 0.0
     """Seconds that a step with one token took here in the warm-up, without waiting for other stages."""
     environment: dict[str, str] = {}

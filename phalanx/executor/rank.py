@@ -338,7 +338,7 @@ class Rank:
         blocks = self._order(epoch, Allocate).blocks
         reach("allocate", rank=self._start.rank, life=self._start.life)
         layout = worker.allocate(self._progress, blocks=blocks, epoch=begin.epoch)
-        self._send(Ready(begin.epoch, layout, worker.status()))
+        self._send(Ready(begin.epoch, layout, worker.status(begin.node_ranks)))
         return worker
 
     def _order(self, epoch: _Epoch, kind: type[O]) -> O:

@@ -12,6 +12,7 @@ import torch
 from phalanx.attention.base import LayerCache
 from phalanx.errors import NotEnoughMemory
 from phalanx.models.decoder import Decoder
+from phalanx.worker.limits import untouched
 
 
 class KVPool:
@@ -30,6 +31,12 @@ class KVPool:
     @property
     def nbytes(self) -> int:
         return sum(t.nbytes for cache in self.caches for t in (cache.key, cache.value))
+
+    @property
+    def untouched(self) -> int:
+        """Bytes that are not resident yet, of a host's memory."""
+        tensors = [t for cache in self.caches for t in (cache.key, cache.value) if t.device.type == "cpu"]
+        return sum(untouched(t.data_ptr(), t.nbytes) for t in tensors)
 
     @property
     def bytes_per_block(self) -> int:

@@ -7,12 +7,15 @@ are missing or unreadable, the machine's own figures stand.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 _UNLIMITED = 2**60
@@ -36,6 +39,16 @@ def host_memory(root: Path = Path("/")) -> Memory:
         total = min(total, limit)
         available = min(available, max(limit - used, 0))
     return Memory(total, available)
+
+
+def untouched(address: int, nbytes: int) -> int:
+    """How many of these bytes of our memory are reserved only: nothing was written there, and so they count as free."""
+    first, end = -(-address // mmap.PAGESIZE), (address + nbytes) // mmap.PAGESIZE  # whole pages
+    resident = np.ones(max(end - first, 0), np.uint8)
+    start, size = ctypes.c_void_p(first * mmap.PAGESIZE), ctypes.c_size_t(resident.size * mmap.PAGESIZE)
+    if not resident.size or ctypes.CDLL(None).mincore(start, size, ctypes.c_void_p(resident.ctypes.data)):
+        return 0
+    return int(np.count_nonzero(resident & 1 == 0)) * mmap.PAGESIZE
 
 
 def usable_cores(root: Path = Path("/")) -> int:

@@ -308,7 +308,8 @@ class Worker:
         self.epoch = epoch
         self.state = "ready"
 
-    def status(self) -> WorkerStatus:
+    def status(self, node_ranks: int = 1) -> WorkerStatus:
+        """`node_ranks` ranks live on this host now: each has a part of what is free beside all their caches."""
         first, last = self.split.layers.ranges[self.place.pp]
         heads = [self.split.heads(layer.attention).length(self.place.tp) for layer in self.spec.layers[first:last]]
         return WorkerStatus(
@@ -323,7 +324,7 @@ class Worker:
                 "weights": self._weights,
                 "kv_cache": self._pool.nbytes if self._pool is not None else 0,
                 "activations": self._activations,
-                "free": self._memory().available,
+                "free": self._free(node_ranks),
                 "kv_room": self._kv_room,
             },
             step_s=self._step_s,
@@ -380,6 +381,12 @@ class Worker:
             max_model_len=self.longest or self._max_model_len(),
             max_num_seqs=self.config.scheduler.max_num_seqs,
         )
+
+    def _free(self, node_ranks: int) -> int:
+        if self.device.type == "cuda":
+            return self._memory().available
+        reserved = self._pool.untouched if self._pool is not None else 0
+        return max(host_memory().available // node_ranks - reserved, 0)
 
     def _memory(self) -> Memory:
         if self.device.type == "cuda":

@@ -19,6 +19,7 @@ from phalanx.executor.hub import HubExecutor
 from phalanx.executor.inprocess import InProcessExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.multiprocess import SupervisorLauncher
+from phalanx.worker.limits import host_memory
 from tests.helpers.plans import Run, admission, answer, plan
 from tests.helpers.processes import alive, gone_within, wait_until
 from tests.helpers.rank_processes import launcher, mp_executor, pids, requests, serve, start_engine
@@ -268,6 +269,8 @@ class TestNotice:
         assert pids(executor)[1] != stopped
         again = executor.submit(plan([Run(0, 3)], admit=[admission(0, prompt, [0])], epoch=1, step=78)).result()
         assert (again.epoch, again.step_id, answer(again).tokens) == (1, 78, want)
+        free = [status.memory["free"] for status in executor.check_health()]
+        assert max(free) < 1.5 * min(free) and sum(free) < 1.5 * host_memory().available, "parts of one machine"
 
 
 def test_survivors_keep_their_weights(supervisor, config, rank_model, tmp_path):

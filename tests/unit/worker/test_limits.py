@@ -2,10 +2,11 @@
 
 import os
 
+import numpy as np
 import psutil
 import pytest
 
-from phalanx.worker.limits import host_memory, usable_cores
+from phalanx.worker.limits import host_memory, untouched, usable_cores
 
 GIB = 2**30
 
@@ -136,3 +137,14 @@ def test_affinity_limits_cores(tmp_path):
         assert usable_cores(tmp_path) == 1
     finally:
         os.sched_setaffinity(0, before)
+
+
+def test_memory_is_taken_where_it_is_first_written():
+    memory = np.zeros(64 * 2**20, np.uint8)
+    address = memory.ctypes.data
+    assert untouched(address, memory.nbytes) > 60 * 2**20
+    memory[: 32 * 2**20] = 1
+    assert 28 * 2**20 < untouched(address, memory.nbytes) <= 32 * 2**20
+    memory[:] = 1
+    assert untouched(address, memory.nbytes) == 0
+    assert untouched(address, 0) == untouched(0, 2**20) == 0, "none of ours"
