@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from phalanx import env
+from phalanx import env, fault_point
 from phalanx.cli.messages import UsageError, warn
 from phalanx.config import EngineConfig, options_by_name
 from phalanx.errors import ConfigError
@@ -244,6 +244,7 @@ def from_file(path: str) -> dict[str, Any]:
 def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:
     """The options in `PHALANX_…` variables (given as `phalanx.env.variables` does). Several values are separated by
     commas. Warns of names that are no option. Raises ConfigError naming the variable."""
+    fault_point.parse(variables.get("fault", ""))  # the engine process would end with it
     known = options_by_name()
     options: dict[str, Any] = {}
     for name, text in sorted(variables.items()):

@@ -127,6 +127,8 @@ def test_unknown_variables_warn_and_suggest(capsys):
 def test_a_bad_variable_names_itself():
     with pytest.raises(ConfigError, match=r"^PHALANX_PORT: .*not an integer"):
         parse(variables={"port": "many"})
+    with pytest.raises(ConfigError, match=r"^PHALANX_FAULT has 'zzz', which is no fault"):
+        parse(variables={"fault": "zzz"})
 
 
 @pytest.mark.parametrize(
