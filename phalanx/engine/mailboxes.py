@@ -14,6 +14,7 @@ import msgspec
 
 from phalanx.engine.client import EngineOutput, EngineRequest
 from phalanx.engine.core_messages import Abort, Submit, submit
+from phalanx.engine.news import News
 from phalanx.errors import InvalidRequest
 
 
@@ -24,7 +25,7 @@ class Mailbox:
         self._outputs: list[EngineOutput] = []
         self._finished = False
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._news = News()
         self.next_start = start
 
     def put(self, output: EngineOutput) -> None:
@@ -33,18 +34,17 @@ class Mailbox:
         self._finished = output.finish_reason is not None
         self._outputs.append(output)
         self.next_start = output.start + len(output.token_ids)
-        self._news.set()
+        self._news.tell()
 
     def fail(self, error: Exception) -> None:
         self._error = error
-        self._news.set()
+        self._news.tell()
 
     async def take(self) -> EngineOutput:
         """Everything that is there, as one output. Raises what `fail` was told after that."""
         while not self._outputs:
             if self._error is not None:
                 raise self._error
-            self._news.clear()
             await self._news.wait()
         outputs, self._outputs = self._outputs, []
         return outputs[0] if len(outputs) == 1 else merged(outputs)

@@ -60,6 +60,8 @@ class RequestAssembly:
         self.prompt_token_ids = children[0].prompt_token_ids
         self.metrics = RequestMetrics(arrival=time.monotonic() if arrival is None else arrival)
         self._choices = {child.request_id: self._begin(child) for child in children}
+        self._open = len(children)
+        """Choices without a finish reason."""
         self._num_cached_tokens = 0
         self._prompt_logprobs = _PromptLogprobs(len(self.prompt_token_ids))
 
@@ -77,7 +79,7 @@ class RequestAssembly:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self._choices.values())
+        return not self._open
 
     def done(self, engine_request_id: str) -> bool:
         """Whether this choice has its finish reason; the engine may still be at work on it after a stop string."""
@@ -153,6 +155,7 @@ class RequestAssembly:
                 reason, stopped_by = "stop", detokenizer.stopped_by
         choice.received = before + len(tokens)
         choice.finish_reason = reason
+        self._open -= reason is not None
         described = self._describe(choice, tokens, logprobs)
         return CompletionOutput(
             index=choice.request.choice,

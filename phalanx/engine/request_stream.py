@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from phalanx.engine.client import EngineClient, EngineOutput, EngineRequest
 from phalanx.engine.core_messages import raised
+from phalanx.engine.news import News
 from phalanx.engine.output_processor import RequestAssembly, merge
 from phalanx.errors import EngineDead, PhalanxError
 from phalanx.outputs import RequestOutput
@@ -30,7 +31,7 @@ class _Gathering:
         self._pending: RequestOutput | None = None
         self._error: Exception | None = None
         self._closed = False
-        self._news = asyncio.Event()
+        self._news = News()
         self.admitted = asyncio.Event()
         """Set when every choice is in the queue, or when one failed."""
         self._tasks = [asyncio.create_task(self._read(child)) for child in children]
@@ -69,7 +70,7 @@ class _Gathering:
         delta = self._assembly.push(output)
         if delta is not None:
             self._pending = delta if self._pending is None else merge(self._pending, delta)
-            self._news.set()
+            self._news.tell()
 
     def _fail(self, error: Exception) -> None:
         """One choice failed: so has the request."""
@@ -80,7 +81,7 @@ class _Gathering:
             if task is not current:
                 task.cancel()
         self.admitted.set()
-        self._news.set()
+        self._news.tell()
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -96,7 +97,6 @@ class _Gathering:
             self.raise_error()
             if self._assembly.finished or self._closed:
                 raise StopAsyncIteration
-            self._news.clear()
             await self._news.wait()
 
     @property
@@ -110,7 +110,7 @@ class _Gathering:
     async def close(self) -> None:
         self.cancel()
         self._closed, self._pending = True, None
-        self._news.set()
+        self._news.tell()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
