@@ -51,10 +51,10 @@ class Cursor:
                 f"Tokens of an answer were lost on the way: expected number {len(self.delivered)}, got {output.start}.",
                 fix="This is a bug in Phalanx; please report it with the log.",
             )
-        repeated = min(self.skip_prompt_logprobs, len(output.prompt_logprobs or ()))
-        acknowledgement = not output.token_ids and output.finish_reason is None and not output.prompt_logprobs
-        if acknowledgement and self.accepted:
-            return None
+        prompt_logprobs = len(output.prompt_logprobs or ())
+        repeated = min(self.skip_prompt_logprobs, prompt_logprobs)
+        if self.accepted and not output.token_ids and output.finish_reason is None and not prompt_logprobs:
+            return None  # an acknowledgement
         if known or repeated:
             output = msgspec.structs.replace(
                 output,
@@ -67,7 +67,7 @@ class Cursor:
             # What another engine found in its cache is no saving of this request's.
             output = msgspec.structs.replace(output, num_cached_tokens=0)
         self.skip_prompt_logprobs -= repeated
-        self.prompt_logprobs += len(output.prompt_logprobs or ())
+        self.prompt_logprobs += prompt_logprobs - repeated
         self.delivered += output.token_ids
         self.accepted = True
         self.finished = output.finish_reason is not None

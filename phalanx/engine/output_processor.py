@@ -93,20 +93,22 @@ class RequestAssembly:
         choice = self._choices[output.request_id]
         if choice.finish_reason is not None:
             return None
-        self._measure(output)
-        prompt_logprobs = self._take_prompt_logprobs(output)
+        if self.metrics.first_token is None or output.num_cached_tokens:
+            self._measure(output)
+        prompt_logprobs = self._take_prompt_logprobs(output.prompt_logprobs) if output.prompt_logprobs else None
         tokens, logprobs = self._new_tokens(choice, output)
         if not tokens and output.finish_reason is None and prompt_logprobs is None:
             return None
         delta = self._advance(choice, tokens, logprobs, output)
-        if self.finished:
+        finished = self.finished
+        if finished:
             self.metrics.finished = time.monotonic()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[delta],
-            finished=self.finished,
+            finished=finished,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=self._num_cached_tokens,
             metrics=self.metrics,
@@ -185,11 +187,9 @@ class RequestAssembly:
             return Logprob(token, value, rank, "", b"")
         return Logprob(token, value, rank, self._tokenizer.token_text(token), self._tokenizer.token_bytes(token))
 
-    def _take_prompt_logprobs(self, output: EngineOutput) -> list[PositionLogprobs | None] | None:
+    def _take_prompt_logprobs(self, piece: list[TokenLogprobs]) -> list[PositionLogprobs | None] | None:
         """The whole list, once its last piece has come."""
-        if not output.prompt_logprobs:
-            return None
-        complete = self._prompt_logprobs.add(output.prompt_logprobs)
+        complete = self._prompt_logprobs.add(piece)
         if complete is None:
             return None
         described: list[PositionLogprobs | None] = [None]

@@ -187,7 +187,7 @@ class Router:
                                 full[engine] = output
                                 break
                             yield output
-                            if self._must_leave(engine, rid):
+                            if self._quarantine and self._must_leave(engine, rid):
                                 break
                         else:
                             if cursor.finished or not cursor.leaving:
@@ -466,6 +466,8 @@ class Router:
     def _made(self, request_id: str, tokens: int, lives: Lives | None) -> None:
         if lives is not None:
             lives.moved()
+        if not self._quarantine:
+            return
         alone = self._quarantine.alone
         self._quarantine.made(request_id, tokens)
         if alone is not None and self._quarantine.alone != alone:

@@ -57,6 +57,8 @@ class Detokenizer:
         """The text that `token_ids` make certain. Tokens after a stop string are ignored."""
         if not self._stops:
             self.tokens_used += len(token_ids)
+            if len(token_ids) == 1:  # so it is for nearly all
+                return "" if token_ids[0] in self._skipped else self._pieces.push(token_ids[0])
             return "".join([self._pieces.push(i) for i in token_ids if i not in self._skipped])
         emitted: list[str] = []
         for token_id in token_ids:
@@ -126,7 +128,8 @@ class _BytePieces:
         if tokenizer.bytes is None:
             raise ValueError("this tokenizer's tokens are not pieces of bytes")
         self._bytes = tokenizer.bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._rest = b""
+        """Of a character that is not finished."""
         self._strip = 0
         if prompt is not None:
             before = b"".join(self._bytes[i] for i in prompt[-8:] if i not in skipped)
@@ -145,8 +148,14 @@ class _BytePieces:
             data = kept
         return self._decode(data)
 
+    def _decode(self, data: bytes, final: bool = False) -> str:
+        data = self._rest + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._rest = data[used:]
+        return text
+
     def finish(self) -> str:
-        return self._decode(b"", True)
+        return self._decode(b"", final=True)
 
 
 class _TextPieces:

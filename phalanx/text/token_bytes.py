@@ -34,7 +34,7 @@ _ALPHABET = byte_alphabet()
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """Token id to bytes, each computed once. Unknown ids have no bytes."""
 
     def __init__(
@@ -52,12 +52,9 @@ class TokenBytes:
         self._byte_fallback = byte_fallback
         self.strip_left = strip_left
         """Spaces that decoding removes from the very beginning of a text."""
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        data = self._known.get(token_id)
-        if data is None:
-            data = self._known[token_id] = self._bytes_of(token_id)
+    def __missing__(self, token_id: int) -> bytes:
+        data = self[token_id] = self._bytes_of(token_id)
         return data
 
     def _bytes_of(self, token_id: int) -> bytes:
