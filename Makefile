@@ -13,7 +13,7 @@ WORKERS ?= 2
 # Each test worker and each server that it starts computes on one thread; more would only fight over the cores.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-.PHONY: help setup native serve demo chaos soak test test-all test-optimized check format docs lock clean
+.PHONY: help setup native serve demo negative-proof chaos soak test test-all test-optimized check format docs lock clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -40,6 +40,9 @@ test-all: setup  ## run the test suite with the slow tests
 
 test-optimized: setup  ## run the test suite with every process under `python -O`
 	@PYTHONOPTIMIZE=1 $(PYTEST) -m "not slow" $(TESTS)
+
+negative-proof: setup  ## run the tests of recovery with recovery switched off: each has to fail for that reason (TESTS=…)
+	@$(PYTEST) --without-recovery $(TESTS)
 
 chaos: setup  ## faults at random for a while (MINUTES=5 SEED=… EXECUTORS=mp,nodes,ray), or one again (CASE="…")
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/chaos.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) \

@@ -30,6 +30,7 @@ from phalanx.server.app import create_app
 from tests.helpers.engine_requests import collect, engine_request, tokens_of
 from tests.helpers.pace import Pace, pace_of
 from tests.helpers.processes import alive, descendants, until
+from tests.helpers.scopes import module_or_test
 from tests.helpers.server import on_socket
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -58,7 +59,7 @@ def pace(tmp_path_factory) -> Iterator[Pace]:
         yield pace
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope=module_or_test, loop_scope="module")
 async def engine(model) -> AsyncIterator[AsyncEngine]:
     """One engine, through all its lives."""
     before = descendants()
@@ -135,6 +136,7 @@ async def recovered(engine: AsyncEngine, epoch: int) -> None:
     await until(lambda: engine.status().epoch >= epoch and engine.status().state == "ready")
 
 
+@pytest.mark.recovery
 async def test_killed_in_mid_stream(engine, pace):
     epoch, pid = engine.status().epoch, engine.info.pid
 
@@ -201,6 +203,7 @@ def _other_engine(gone: int) -> psutil.Process | None:
     return None
 
 
+@pytest.mark.recovery
 async def test_a_stop_string_across_the_cut(model, engine, monkeypatch):
     """It begins before the engine dies and ends after it, and after the next one has died as well."""
     whole = (await answer(engine, "hello world", params(max_tokens=40)))["text"][0]
@@ -223,11 +226,11 @@ async def test_a_stop_string_across_the_cut(model, engine, monkeypatch):
     [
         ("before_commit,do=hold", "hung"),  # its interpreter is locked: it says nothing
         ("before_commit,do=sleep=100", "hung"),  # it says that it lives, and does nothing
-        ("before_commit,do=kill", "killed"),
-        pytest.param("after_commit,do=kill", "killed", marks=pytest.mark.slow),
-        pytest.param("after_send,do=kill", "killed", marks=pytest.mark.slow),
-        pytest.param("before_commit,do=segfault", "killed", marks=pytest.mark.slow),
-        pytest.param("before_commit,do=exit", "ended", marks=pytest.mark.slow),
+        pytest.param("before_commit,do=kill", "killed", marks=pytest.mark.recovery),
+        pytest.param("after_commit,do=kill", "killed", marks=[pytest.mark.recovery, pytest.mark.slow]),
+        pytest.param("after_send,do=kill", "killed", marks=[pytest.mark.recovery, pytest.mark.slow]),
+        pytest.param("before_commit,do=segfault", "killed", marks=[pytest.mark.recovery, pytest.mark.slow]),
+        pytest.param("before_commit,do=exit", "ended", marks=[pytest.mark.recovery, pytest.mark.slow]),
     ],
 )
 async def test_lost_at_a_certain_point(model, engine, monkeypatch, fault, kind):

@@ -11,6 +11,7 @@ from phalanx import LLM, SamplingParams, StructuredOutputs
 from phalanx.errors import EngineDead, PoisonRequest
 from phalanx.executor.base import WorkerDied
 from phalanx.step import StepPlan, StepResult
+from tests.helpers.scopes import module_or_test
 from tests.helpers.tiny_model import write_tiny_model
 
 PROMPTS = ["hello world", "the stop", "héllo 🙂", "a longer prompt that fills more than one block of the cache"]
@@ -32,7 +33,7 @@ ASKED = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope=module_or_test)
 def llm(tmp_path_factory: pytest.TempPathFactory):
     model = str(write_tiny_model(tmp_path_factory.mktemp("tiny")))
     with LLM(model, dtype="float32", kv_cache_memory_bytes="8M", max_num_batched_tokens=32) as llm:
@@ -92,6 +93,7 @@ def close(one, other) -> bool:
     return one == other
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize("asked", ASKED)
 def test_answers_are_the_same_across_losses(llm: LLM, broken_at, asked: str) -> None:
     params = SamplingParams(**{"max_tokens": 30, "temperature": 0.0, "ignore_eos": True, **ASKED[asked]})

@@ -84,7 +84,11 @@ class Cluster:
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **fields}
         with self.hosts[0].network():
             answer = httpx.post("http://127.0.0.1:8000/v1/completions", json=body, timeout=timeout)
-        answer.raise_for_status()
+        try:
+            answer.raise_for_status()
+        except httpx.HTTPStatusError as error:
+            error.add_note(answer.text)
+            raise
         return str(answer.json()["choices"][0]["text"])
 
     def outputs(self) -> str:

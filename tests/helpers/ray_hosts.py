@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,14 @@ class RayHosts:
     def end(self, index: int) -> None:
         self.nodes.pop(index).kill()
         self.hosts[index].kill()
+
+    def bring_back(self, index: int, cpus: int) -> None:
+        """Whatever was done to the host. As its operator would: nothing of before, and `ray start` again."""
+        self.hosts[index].heal()
+        self.hosts[index].signal_all(signal.SIGCONT)
+        if index in self.nodes:
+            self.end(index)
+        self.node(index, cpus=cpus)
 
     def executor(
         self, model: Path, *, on: int = 0, on_its_own: bool = False, env: dict[str, str] | None = None, **options: Any

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from tests.helpers.asks import Oracle, wait_for_events
 from tests.helpers.history import check_stream, longest_gap
 from tests.helpers.hosts import Host
 from tests.helpers.pace import Pace
+from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts
 from tests.helpers.serving import Client, Serving
 from tests.helpers.worlds import OPTIONS
@@ -73,6 +76,12 @@ class Served:
 
 def raylets(host: Host) -> list[int]:
     return [pid for pid in host.pids() if _name(pid) == "raylet"]
+
+
+def kill_raylet(host: Host) -> None:
+    """Returns when the ranks there are gone too: their actors look for it once a second."""
+    os.kill(raylets(host)[0], signal.SIGKILL)
+    assert wait_until(lambda: not any(_name(pid).startswith("phalanx-rank") for pid in host.pids()), 10)
 
 
 def actor_of(rank: int) -> int:

@@ -45,6 +45,7 @@ def runtime(name: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_kernels_under_sanitizers() -> None:
     if not CMAKE.exists() or shutil.which("c++") is None:
         pytest.skip("there is nothing to build with")

@@ -87,6 +87,7 @@ def test_a_rank_that_dies_before_it_joins_is_named_with_its_node(
         cluster.close()
 
 
+@pytest.mark.recovery
 def test_a_killed_node_and_its_return(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
     with running(two_hosts, tmp_path, str(tiny), "-tp", "2", *OPTIONS) as cluster:
         assert ranks(cluster) == ["host0", "host1"]
@@ -104,6 +105,7 @@ def test_a_killed_node_and_its_return(two_hosts: list[Host], tiny: Path, tmp_pat
         assert wait_until(lambda: status(cluster)["places"] == whole, 30), status(cluster)["places"]
 
 
+@pytest.mark.recovery
 @pytest.mark.slow
 def test_another_machine_stands_in(three_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
     """Beyond the configured nodes it is turned away; in place of one that is lost it is used, once nobody asks."""
@@ -123,6 +125,7 @@ def test_another_machine_stands_in(three_hosts: list[Host], tiny: Path, tmp_path
         assert cluster.complete(PROMPT, TOKENS) == expected
 
 
+@pytest.mark.recovery
 @pytest.mark.slow
 def test_an_engine_lost_after_a_node(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
     """The next engine does not wait for a node that does not come back, but takes it in when it does."""
@@ -140,6 +143,7 @@ def test_an_engine_lost_after_a_node(two_hosts: list[Host], tiny: Path, tmp_path
         assert cluster.complete(PROMPT, TOKENS) == expected
 
 
+@pytest.mark.recovery
 @pytest.mark.slow
 def test_down_to_the_last_and_up_again(three_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
     """One node falls silent, one is killed; the latter comes back first, in mid-stream, and is not taken in before."""
@@ -159,6 +163,7 @@ def test_down_to_the_last_and_up_again(three_hosts: list[Host], tiny: Path, tmp_
             assert cluster.complete(PROMPT, TOKENS) == expected
 
 
+@pytest.mark.recovery
 @pytest.mark.slow
 def test_two_nodes_that_do_not_reach_each_other(
     three_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str
@@ -175,6 +180,7 @@ def test_two_nodes_that_do_not_reach_each_other(
         assert cluster.complete(PROMPT, TOKENS) == expected
 
 
+@pytest.mark.recovery
 @pytest.mark.slow
 def test_a_frozen_node_wakes_up_too_late(two_hosts: list[Host], tiny: Path, tmp_path: Path, expected: str) -> None:
     with running(two_hosts, tmp_path, str(tiny), "-pp", "2", *OPTIONS) as cluster:

@@ -35,6 +35,7 @@ def test_each_host_has_a_replica(cluster: Cluster) -> None:
     assert "1 of 1 nodes are here" in cluster.nodes[0].output
 
 
+@pytest.mark.recovery
 def test_streams_outlive_their_host_and_it_is_used_again(cluster: Cluster, tiny: Path) -> None:
     (expected,) = continuations(str(tiny), [PROMPT], TOKENS)
     streams = [Asking(cluster) for _ in range(6)]
@@ -45,7 +46,7 @@ def test_streams_outlive_their_host_and_it_is_used_again(cluster: Cluster, tiny:
     cluster.hosts[1].kill()
     assert [stream.answer() for stream in streams] == [expected] * 6
     assert states(cluster)[0] == "ready"
-    assert "requests go on elsewhere" in cluster.nodes[0].output
+    assert "requests go on elsewhere" in cluster.nodes[0].output, cluster.outputs()
     assert time.monotonic() - begin < 60
     cluster.start(1)
     assert wait_until(lambda: states(cluster) == ["ready", "ready"], 90), cluster.outputs()

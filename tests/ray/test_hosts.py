@@ -22,6 +22,7 @@ from tests.helpers.pace import Pace
 from tests.helpers.plans import GREEDY
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
+from tests.helpers.scopes import module_or_test
 from tests.helpers.serving import Client, Serving
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.worker_model import HEADS
@@ -83,7 +84,7 @@ def pace(tmp_path_factory: pytest.TempPathFactory) -> Pace:
     return Pace(tmp_path_factory.mktemp("pace"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope=module_or_test)
 def served(bed: RayHosts, pace: Pace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("served")
     arguments = [str(write_tiny_model(folder / "tiny")), "-tp", "3", "--placement-strategy", "SPREAD"]
@@ -102,6 +103,7 @@ def nodes(serving: Serving) -> list[str]:
     return [worker["node"] for worker in serving.status()["workers"]]
 
 
+@pytest.mark.recovery
 @pytest.mark.parametrize("lost", [2, 1])
 def test_an_engine_and_a_node_lost_together(bed: RayHosts, served: Serving, pace: Pace, lost: int) -> None:
     """The next engine goes on with the places that are left, and takes the node in again when it is back."""
@@ -115,11 +117,13 @@ def test_an_engine_and_a_node_lost_together(bed: RayHosts, served: Serving, pace
         assert wait_for_events([client], 20)
         os.kill(served.engine(), signal.SIGKILL)
         bed.end(lost)
-    client.join(90)
-    assert not client.is_alive(), served.output
-    assert check_stream(client.saw, assemble(undisturbed.saw)) == [], served.output
-    assert nodes(served) == left
-    bed.node(lost, cpus=CPUS[lost])
+    try:
+        client.join(90)
+        assert not client.is_alive(), served.output
+        assert check_stream(client.saw, assemble(undisturbed.saw)) == [], served.output
+        assert nodes(served) == left
+    finally:
+        bed.bring_back(lost, CPUS[lost])
     assert wait_until(lambda: served.at_rest(1) and len(nodes(served)) == 3, 40), served.output
 
 

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.hosts import missing
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
-from tests.helpers.ray_serving import Served, raylets
+from tests.helpers.ray_serving import Served, kill_raylet, raylets
 from tests.helpers.tiny_model import write_tiny_model
 
 pytestmark = [
@@ -44,58 +44,52 @@ def served(bed: RayHosts, tiny: str) -> Iterator[Served]:
     made.close()
 
 
-def bring_back(bed: RayHosts, index: int) -> None:
-    """As its operator would: nothing of before, and `ray start` again."""
-    bed.end(index)
-    bed.node(index, cpus=CPUS[index])
-
-
+@pytest.mark.recovery
 def test_a_host_that_falls_silent(bed: RayHosts, served: Served) -> None:
     """Its rank goes to the other host, which has room; it comes back and is used again. (The short form.)"""
     assert served.nodes() == ["host1", "host2"]
-    silence = served.streams_through(bed.hosts[2].cut)
-    assert served.nodes() == ["host1", "host1"] and silence < 60
-    bed.hosts[2].heal()
-    bring_back(bed, 2)
+    try:
+        silence = served.streams_through(bed.hosts[2].cut)
+        assert served.nodes() == ["host1", "host1"] and silence < 60
+    finally:
+        bed.bring_back(2, CPUS[2])
 
 
+@pytest.mark.recovery
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [1, 2])
 @pytest.mark.parametrize("deed", ["kill", "freeze", "cut", "raylet"])
-def test_a_host_is_lost(bed: RayHosts, tiny: str, deed: str, index: int) -> None:
+def test_a_host_is_lost(bed: RayHosts, served: Served, deed: str, index: int) -> None:
     """Host 1 leaves no room for its rank, so that the model is split anew over one; host 2 does. What comes back is
     taken in."""
-    served = Served(bed, tiny)
     host = bed.hosts[index]
+    strike = {
+        "kill": lambda: bed.end(index),
+        "freeze": lambda: host.signal_all(signal.SIGSTOP),
+        "cut": host.cut,
+        "raylet": lambda: kill_raylet(host),
+    }[deed]
     try:
-        strike = {
-            "kill": lambda: bed.end(index),
-            "freeze": lambda: host.signal_all(signal.SIGSTOP),
-            "cut": host.cut,
-            "raylet": lambda: os.kill(raylets(host)[0], signal.SIGKILL),
-        }[deed]
         silence = served.streams_through(strike)
         assert host.name not in served.nodes()
         print(f"{deed} of {host.name}: the longest silence of a stream was {silence:.1f} s")
-        if deed == "cut":
-            host.heal()
-        if deed == "freeze":
-            host.signal_all(signal.SIGCONT)
-        if index in bed.nodes:
-            bed.end(index)
-        bed.node(index, cpus=CPUS[index])
-        served.streams_through(lambda: None)
-        assert wait_until(lambda: len(served.nodes()) == 2, 90), served.serving.output
-        served.streams_through(lambda: None)
     finally:
-        served.close()
-        if index not in bed.nodes:
-            bed.node(index, cpus=CPUS[index])
+        bed.bring_back(index, CPUS[index])
+    served.streams_through(lambda: None)
+    assert wait_until(lambda: len(served.nodes()) == 2, 90), served.serving.output
+    served.streams_through(lambda: None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["-tp", "-dp"])
-@pytest.mark.parametrize("kept", [True, False], ids=["with GCS fault tolerance", "without"])
+@pytest.mark.parametrize(
+    ("kept", "layout"),
+    [
+        pytest.param(True, "-tp", marks=pytest.mark.recovery, id="with GCS fault tolerance, -tp"),
+        pytest.param(True, "-dp", id="with GCS fault tolerance, -dp"),
+        pytest.param(False, "-tp", id="without, -tp"),
+        pytest.param(False, "-dp", id="without, -dp"),
+    ],
+)
 def test_the_head_is_started_again(tiny: str, tmp_path: Path, kept: bool, layout: str) -> None:
     """The server is on a worker's host. What it serves goes on either way; whether a rank that is lost afterwards can
     be replaced depends on whether the head remembers."""
