@@ -6,18 +6,20 @@
 `at` is a name of `POINTS`. `rank` and `step` narrow it (any, without them); `life=N` means only in the Nth life of the
 process (1 is the first; any, without it). `file=PATH` means only while that file is there, and takes it away: so a
 fault that waits in a running server is let off from outside, once in all processes. `while=PATH` means as often as
-that file is found there: with `sleep`, steps take their time until it is removed. `do` is one of `DEEDS`, `raise`, or,
-at one of `SKIPPABLE`, `skip`: what follows is left out. Unset, a point costs one test for None.
+that file is found there: with `sleep`, steps take their time until it is removed. `after=N` lets a process come by N
+times first. `do` is one of `DEEDS`, `raise`, or, at one of `SKIPPABLE`, `skip`: what follows is left out. Unset, a
+point costs one test for None.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from phalanx import env
@@ -31,7 +33,7 @@ POINTS = (
     "fill",  # a rank, when half of its weights are read
     "allocate",  # a rank, before it makes its cache
     "step",  # a rank, before it computes a step
-    "exchange",  # a rank, before it sums something with the other ranks of its stage
+    "exchange",  # a rank, before it sums something with the other ranks of its stage; its played blocks stop for it
     "computed",  # a rank, after it computed a step, before it reports the result
     "compile",  # the engine, before it compiles a grammar
     "before_commit",  # the engine, a result in hand
@@ -79,10 +81,14 @@ class Fault:
     life: int | None = None
     file: str = ""
     lasting: str = ""
+    after: int = 0
+    _passed: Iterator[int] = field(init=False, default_factory=itertools.count, compare=False, repr=False)
 
     def let_off(self) -> bool:
         """Whether it may happen now."""
-        if self.lasting and not os.path.exists(self.lasting):
+        if not all(os.path.exists(path) for path in (self.lasting, self.file) if path):
+            return False
+        if next(self._passed) < self.after:
             return False
         if not self.file:
             return True
@@ -103,7 +109,7 @@ def _parse_one(text: str) -> Fault:
     do, _, amount = fields.pop("do", "").partition("=")
     at, file, lasting = (fields.pop(name, "") for name in ("at", "file", "while"))
     try:
-        numbers = {name: int(fields.pop(name)) for name in ("rank", "step", "life") if name in fields}
+        numbers = {name: int(fields.pop(name)) for name in ("rank", "step", "life", "after") if name in fields}
         fault = Fault(at, do, float(amount or 0), file=file, lasting=lasting, **numbers)
     except ValueError:
         fields["?"] = text
@@ -139,9 +145,9 @@ def reach(at: str, *, rank: int | None = None, step: int | None = None, life: in
     return False
 
 
-def armed(at: str) -> bool:
-    """Whether something may happen at this point."""
-    return _faults is not None and any(fault.at == at for fault in _faults)
+def armed(at: str, *, rank: int) -> bool:
+    """Whether something may happen at this point of this rank."""
+    return _faults is not None and any(fault.at == at and fault.rank in (None, rank) for fault in _faults)
 
 
 def skippable(call: Callable[[T], T], *, rank: int) -> Callable[[T], T]:

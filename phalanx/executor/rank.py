@@ -287,9 +287,10 @@ class Rank:
         groups = connect_groups(begin.mesh, self._door, begin.roster, meeting, epoch.abort, crowded=begin.crowded)
         self._idle_for = ""
         held.callback(close_groups, groups)
-        if armed("exchange"):
+        if armed("exchange", rank=self._start.rank):
             exchange = skippable(groups.tp.all_reduce, rank=self._start.rank)
             groups.tp.all_reduce = exchange  # type: ignore[method-assign, assignment]
+            groups.tp.rounds = lambda dtype: None  # type: ignore[method-assign]
         return groups, plans, results
 
     def _report(self, result: bytes, ring: Ring | None) -> None:

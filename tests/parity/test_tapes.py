@@ -3,20 +3,28 @@ over ranks that share memory or do not."""
 
 from __future__ import annotations
 
-import time
+import os
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from phalanx.distributed.collectives import Groups
+from phalanx.distributed.collectives import Group, Groups
 from phalanx.distributed.mesh import Mesh
-from phalanx.distributed.transports.abort import GroupBroken
+from phalanx.distributed.transports import segment
+from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.kernels.library import native
+from phalanx.kernels.tape import WAIT, Place, Reel
+from phalanx.models import tapes
 from phalanx.models.decoder import Decoder
 from phalanx.quantization.base import choose_scheme
 from tests.helpers.decoders import decoder_of, random_ids
+from tests.helpers.processes import wait_until
 from tests.helpers.rank_spawner import Member, Ranks, run_ranks
 from tests.helpers.stepping import Driver
 from tests.helpers.tiny_gguf import to_gguf
@@ -80,32 +88,17 @@ def test_what_is_not_native_is_computed_layer_by_layer() -> None:
 # -- over ranks
 
 
-def both_ways(member: Member, path: Path, dtype: torch.dtype, delay: float = 0.0) -> tuple[list[float], ...]:
-    """Logits with tapes and without; the ranks reach each sum at very different times where there is a delay."""
-    mesh, groups = Mesh(tp=member.tp.size), Groups(tp=member.tp).handles()
-
-    def decoder() -> Decoder:
-        return decoder_of(path, mesh=mesh, rank=member.rank, groups=groups, dtype=dtype)
-
-    played, computed = decoder(), layer_by_layer(decoder())
-    if delay:
-        slow_down(played, lambda: time.sleep(delay * member.rank))
+def both_ways(member: Member, path: Path, dtype: torch.dtype) -> tuple[list[float], ...]:
+    """Logits with tapes and without."""
+    played, computed = half(member, path, dtype), layer_by_layer(half(member, path, dtype))
     result = logits_of(played).flatten().tolist(), logits_of(computed).flatten().tolist()
     assert played.tapes is not None
     return result
 
 
-def slow_down(decoder: Decoder, wait: Callable[[], object]) -> None:
-    beat = decoder.pulse.beat
-
-    class Slow:
-        count = 0
-
-        def beat(self) -> None:
-            wait()
-            beat()
-
-    decoder.pulse = Slow()  # type: ignore[assignment]
+def half(member: Member, path: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    mesh, groups = Mesh(tp=member.tp.size), Groups(tp=member.tp).handles()
+    return decoder_of(path, mesh=mesh, rank=member.rank, groups=groups, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,49 +112,151 @@ def test_over_ranks(family: str, size: int, transport: str, dtype: torch.dtype) 
         assert played == computed == outcomes[0][0]
 
 
-def test_a_rank_that_comes_late_is_waited_for() -> None:
-    """Longer than native code waits, and long enough that the others fall asleep."""
-    for played, computed in run_ranks(both_ways, 2, tiny_checkpoint("llama"), torch.float32, 0.03):
-        assert played == computed
+# -- a rank whose peer does something in the middle of a block
+
+SUM = 4
+"""Of a step: after the token table's and the first block's two, in the second block. `do` comes before it."""
 
 
-def half(member: Member, path: Path) -> Decoder:
-    return decoder_of(path, mesh=Mesh(tp=2), rank=member.rank, groups=Groups(tp=member.tp).handles())
+class Calls:
+    """A group whose sums are calls, so that something can be done before one of them."""
+
+    def __init__(self, group: Group, do: Callable[[], bool | None]):
+        self._group, self._do, self._count = group, do, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def rounds(self, dtype: torch.dtype) -> None:
+        return None
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._count += 1
+        left_out = self._count == SUM and self._do()
+        return tensor if left_out else self._group.all_reduce(tensor)
 
 
-def plays_until_broken(member: Member, path: Path) -> str:
-    decoder = half(member, path)
-    logits_of(decoder)
-    if member.rank == 1:
-        return member.tell("played") or str(member.ask())
+def asleep(member: Member) -> None:
+    """Until rank 0 has fallen asleep: it has waited for longer than native code does, and than Python does awake."""
+    shared = member.tp._segment  # type: ignore[attr-defined]
+    assert wait_until(lambda: bool(shared.words[shared.sleeping[0]]), 20)
+
+
+def die(member: Member) -> None:
+    asleep(member)
+    member.tell("now")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fall_silent(member: Member) -> None:
+    asleep(member)
+    member.tell("now")
     member.ask()
+
+
+def leave(member: Member) -> None:
+    asleep(member)
+    raise GroupBroken("something else is wrong")
+
+
+def leave_out(member: Member) -> bool:
+    return True
+
+
+def do_something_else(member: Member) -> None:
+    member.tp.barrier()
+
+
+def meets(
+    member: Member, path: Path, do: Callable[[Member], bool | None], left_out: str, aborted: bool
+) -> tuple[Any, list[tuple[int, int]]]:
+    """Rank 1 does that; rank 0 plays. The logits and where rank 0 had to wait: in which block, at which sum of it.
+    `left_out` is what does nothing at rank 0, `aborted` whether its wait is broken from outside."""
+    if member.rank == 1:
+        decoder = half(Member(1, Groups(tp=Calls(member.tp, lambda: do(member))), member.abort, member.pipe), path)
+        return logits_of(decoder).flatten().tolist(), []
+    decoder, waits = half(member, path), []
+    if left_out:
+        setattr(decoder.groups.tp, left_out, lambda: None)
+    real = Reel.play
+
+    def play(reel: Reel, *args: Any) -> Place:
+        place = real(reel, *args)
+        if place.stop == WAIT:
+            waits.append((place.block, place.entry))
+        return place
+
+    Reel.play = play  # type: ignore[method-assign]
+    if aborted:
+        threading.Thread(target=lambda: member.abort.set(member.ask()), daemon=True).start()
     try:
-        logits_of(decoder)
+        return logits_of(decoder).flatten().tolist(), waits
     except GroupBroken as error:
-        return str(error)
-    return "nothing"
+        return str(error), waits
 
 
-def test_a_rank_that_is_gone_breaks_the_sum() -> None:
-    with Ranks(plays_until_broken, 2, (tiny_checkpoint("llama"),), exchange_timeout=0.5) as ranks:
-        ranks.hear(1)
-        ranks.kill(1)
-        ranks.tell(0, "go on")
-        assert "for too long" in ranks.hear_outcome(0).value
+def outcome(do: Callable[[Member], bool | None], *, left_out: str = "", aborted: bool = False) -> Any:
+    """What rank 0 had from the step; it waited in the second block, natively at first."""
+    arguments = (tiny_checkpoint("llama"), do, left_out, aborted)
+    with Ranks(meets, 2, arguments, exchange_timeout=None if aborted else 2.0, crowded=False) as ranks:
+        if aborted:
+            ranks.hear(1)
+            ranks.tell(0, "rank 1 died")
+        value, waits = ranks.hear_outcome(0).value
+    assert 1 in [block for block, _ in waits], waits
+    return value
 
 
-def disagrees(member: Member, path: Path) -> str:
+@pytest.fixture(scope="module")
+def undisturbed() -> list[float]:
+    return run_ranks(both_ways, 2, tiny_checkpoint("llama"), torch.float32)[0][0]
+
+
+def test_a_rank_that_comes_late_is_waited_for(undisturbed: list[float]) -> None:
+    assert outcome(asleep) == undisturbed
+
+
+def test_without_the_wait_for_it_the_sum_would_be_wrong(undisturbed: list[float]) -> None:
+    assert outcome(asleep, left_out="join_round") != undisturbed
+
+
+@pytest.mark.parametrize(("do", "said"), [(die, "for too long"), (fall_silent, "for too long"), (leave, "has left")])
+def test_a_rank_that_is_gone_breaks_the_sum(do: Callable[[Member], None], said: str) -> None:
+    assert said in outcome(do)
+
+
+@pytest.mark.parametrize("do", [die, fall_silent])
+def test_a_wait_for_it_is_broken_from_outside(do: Callable[[Member], None]) -> None:
+    assert "aborted: rank 1 died" in outcome(do, aborted=True)
+
+
+def wakes(member: Member, path: Path) -> list[float]:
+    """Each block of rank 1 is played when rank 0 has fallen asleep in the sum before."""
+    segment._RECHECK_MS = 600_000  # it does not wake up by itself
+    tapes._FEW_TOKENS = 0  # there is a pause after each block
     decoder = half(member, path)
-    try:
-        if member.rank == 0:
-            logits_of(decoder)
-        else:
-            member.tp.all_reduce(torch.zeros(44, 45))  # the token table's, and then something else
-            member.tp.barrier()
-    except GroupBroken as error:
-        return str(error)
-    return "nothing"
+    if member.rank == 1:
+        decoder.pulse = SimpleNamespace(beat=lambda: asleep(member))  # type: ignore[assignment]
+    return logits_of(decoder).flatten().tolist()
 
 
-def test_a_rank_in_another_exchange_is_found_out() -> None:
-    assert all("disagree" in said or "left" in said for said in run_ranks(disagrees, 2, tiny_checkpoint("llama")))
+def test_who_sleeps_is_woken_by_who_plays(undisturbed: list[float]) -> None:
+    played = run_ranks(wakes, 2, tiny_checkpoint("llama"), timeout=30, exchange_timeout=None, crowded=False)
+    assert played == [undisturbed, undisturbed]
+
+
+@pytest.mark.parametrize("do", [leave_out, do_something_else])
+def test_a_rank_in_another_exchange_is_found_out(do: Callable[[Member], bool | None]) -> None:
+    assert "Ranks disagree in exchange" in outcome(do)
+
+
+def test_between_blocks_the_end_of_the_epoch_is_noticed() -> None:
+    """At the first pause: eight blocks are played at once."""
+    decoder, abort = decoder_of(tiny_checkpoint("llama", num_hidden_layers=17)), Abort()
+    logits_of(decoder)
+    decoder.pulse.abort, before = abort, decoder.pulse.count
+    abort.set("rank 1 died")
+    with pytest.raises(GroupBroken, match="aborted: rank 1 died"):
+        logits_of(decoder)
+    assert decoder.pulse.count == before + 1
+    abort.close()

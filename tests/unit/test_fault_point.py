@@ -65,6 +65,24 @@ def test_as_long_as_a_file_is_there(monkeypatch, tmp_path):
     reach("step")
 
 
+def test_the_third_time_from_when_a_file_is_there(monkeypatch, tmp_path):
+    trigger = tmp_path / "now"
+    monkeypatch.setattr(fault_point, "_faults", parse(f"at=step,do=raise,after=2,file={trigger}"))
+    for _ in range(3):
+        reach("step")
+    trigger.touch()
+    reach("step")
+    reach("step")
+    with pytest.raises(InjectedFault):
+        reach("step")
+
+
+def test_where_something_may_happen(monkeypatch):
+    monkeypatch.setattr(fault_point, "_faults", parse("at=exchange,rank=1,do=skip; at=load,do=kill"))
+    assert [fault_point.armed("exchange", rank=rank) for rank in (0, 1)] == [False, True]
+    assert fault_point.armed("load", rank=0) and not fault_point.armed("step", rank=0)
+
+
 @pytest.mark.parametrize(
     ("deed", "status"), [("kill", -9), ("abort", -6), ("segfault", -11), ("exit", 0), ("raise", 1), ("sleep=0.01", 3)]
 )
