@@ -248,6 +248,7 @@ class Nemesis:
             self._hit_host(case, rng)
             return
         pid = pid or self.world.pid(case.target)
+        below = self.world.pid("rank1") if case.target == "raylet" else 0
         self._hit_at = time.monotonic()
         if case.fault in SIGNALS:
             with contextlib.suppress(ProcessLookupError):
@@ -263,6 +264,10 @@ class Nemesis:
             self._hit_at = time.monotonic()
         else:
             raise AssertionError(f"{case.fault} cannot be done from outside")
+        if below:  # an actor looks once a second whether its raylet is there: answers may be over by then
+            self.world.reap(pid)
+            assert gone([below], 10), "the rank outlives its raylet"
+            self._hit_at = time.monotonic()
 
     def _continue_later(self, case: Case, pid: int) -> None:
         """Once it has been given up; a front end, after two seconds."""

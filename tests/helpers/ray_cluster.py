@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from phalanx import env
 from phalanx.executor.ray_session import LOCAL_SETTINGS, loopback, quietly
 from phalanx.executor.ray_view import RayView
@@ -50,9 +52,19 @@ class RayCluster:
         return str(self.nodes[name].node_id)
 
     def kill(self, name: str) -> None:
-        """Its processes at once, as in a crash; returns when the head knows."""
+        """Its processes at once, as in a crash: those below its raylet would go on for a second, until they look.
+        Returns when the head knows, if this process is connected to it."""
+        node, below = self.nodes.pop(name), []
+        for raylet in node.all_processes["raylet"]:
+            with contextlib.suppress(psutil.Error):
+                below += psutil.Process(raylet.process.pid).children(recursive=True)
         with quietly():
-            self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+            self.cluster.remove_node(node, allow_graceful=False)
+        for process in below:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        if self.ray.is_initialized():
+            wait_until(lambda: str(node.node_id) not in RayView(self.ray).alive(), 10)
 
     def groups(self) -> list[str]:
         """Names of the placement groups that are not removed."""

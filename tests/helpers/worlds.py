@@ -148,7 +148,7 @@ class World:
         if target == "engine":
             return self.serving.engine()
         if target in ("actor", "raylet"):
-            return self._above(self.serving.ranks()[1], target)
+            return self._above(self.pid("rank1"), target)
         serving, rank = self.serving, int(target.removeprefix("rank"))
         there = wait_until(lambda: rank in serving.ranks(), 15)  # a place may just be taken in again
         assert there, f"there is no {target}: {serving.status()}"
@@ -184,6 +184,13 @@ class World:
             for info in node.all_processes["raylet"]:
                 with contextlib.suppress(psutil.Error):
                     yield from psutil.Process(info.process.pid).children(recursive=True)
+
+    def reap(self, pid: int) -> None:
+        """A raylet that was killed: as long as nobody has waited for it, its actors take it for alive."""
+        for node in self.cluster.nodes.values():
+            for info in node.all_processes["raylet"]:
+                if info.process.pid == pid:
+                    info.process.wait(10)
 
     def _mend_cluster(self) -> None:
         """Raylets that are gone are replaced."""

@@ -42,6 +42,7 @@ async def test_streams_outlive_their_node(tmp_path, monkeypatch) -> None:
                 await until(lambda: all(streams))
                 assert all(each.outstanding for each in engine.status().engines)
                 await asyncio.to_thread(cluster.kill, "h2")
+                await until(lambda: "recovering" in [each.state for each in engine.status().engines])
             assert await asyncio.wait_for(asyncio.gather(*running), 60) == expected
             assert sorted(each.state for each in engine.status().engines) == ["ready", "recovering"]
             assert sum(each.relieved for each in engine.status().engines) > 0
