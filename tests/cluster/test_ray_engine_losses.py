@@ -60,7 +60,6 @@ def told_by(engine: RayDistributedEngine, pace: Pace, strike: Callable[[dict[str
     return told + list(stream)
 
 
-@pytest.mark.recovery
 def test_a_leader_that_hangs(cluster, model, want, pace) -> None:
     """It is ended 5 seconds after its own engine would have been, and its answer goes on in the other one."""
     with RayDistributedEngine(model, data_parallel_size=2, **SMALL) as engine:
@@ -75,7 +74,6 @@ def test_a_leader_that_hangs(cluster, model, want, pace) -> None:
         assert wait_until(lambda: set(engine.pool.health_check().values()) == {"ready"}, 60)
 
 
-@pytest.mark.recovery
 def test_nodes_that_die(cluster, model, want, pace) -> None:
     """The leader's; both leaders are there again afterwards, on what is left."""
     with RayDistributedEngine(model, data_parallel_size=2, **SMALL) as engine:
@@ -93,7 +91,6 @@ def test_nodes_that_die(cluster, model, want, pace) -> None:
         assert [(r.text, r.token_ids) for r in again] == want * 4
 
 
-@pytest.mark.recovery
 def test_ranks_that_are_killed(cluster, model, want, pace) -> None:
     """Two tensor ranks on two nodes: the engine inside the leader mends that; the leader stays."""
     options = {"tensor_parallel_size": 2, "placement_strategy": "SPREAD"}
