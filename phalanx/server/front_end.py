@@ -35,7 +35,7 @@ from phalanx.server.app import create_app
 from phalanx.server.http import HttpFront
 from phalanx.server.listening import tls_context
 from phalanx.server.places import Places
-from phalanx.server.process import leave_threads, run_to_end
+from phalanx.server.process import leave_threads, run_to_end, settle
 from phalanx.server.siblings import owners
 from phalanx.server.state import ServerState
 
@@ -119,6 +119,7 @@ class FrontEnd:
             if not isinstance(error, EngineLost):
                 self._router.post(load_failure(error))
             return False
+        settle()
         template = engine.chat_template
         self._router.post(Ready(template is not None and template.source is not None))
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -35,6 +36,12 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     except ImportError:
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+def settle() -> None:
+    """What is loaded stays: the collector need not look at it again, which would hold up all streams."""
+    gc.collect()
+    gc.freeze()
 
 
 def leave_threads(own: set[threading.Thread], code: int) -> None:

@@ -26,7 +26,7 @@ from phalanx.server.app import create_app
 from phalanx.server.http import FLUSH_S, HttpFront, say_draining
 from phalanx.server.listening import bind, check, tls_context
 from phalanx.server.middleware import is_loopback
-from phalanx.server.process import Stop, leave_threads, run_to_end
+from phalanx.server.process import Stop, leave_threads, run_to_end, settle
 from phalanx.server.progress import LoadingLine
 from phalanx.server.state import ServerState
 from phalanx.server.summary import base_url, summary
@@ -84,7 +84,9 @@ class _Serving:
             if not loading.done():
                 print("Stopped while loading.", file=sys.stderr, flush=True)
                 return 128 + signal.SIGINT if stop.signal == signal.SIGINT else 0
-            self._announce(engine, loading.result(), state)
+            info = loading.result()
+            settle()
+            self._announce(engine, info, state)
             lost = asyncio.create_task(self._lost_for_good(engine, state))
             await asyncio.wait((asked, front.listening, lost), return_when=asyncio.FIRST_COMPLETED)
             if not lost.done():

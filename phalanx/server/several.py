@@ -29,7 +29,7 @@ from phalanx.metrics.counts import counts
 from phalanx.metrics.serving import RecoveryMetrics
 from phalanx.server.http import DRAIN_REPORT_S, FLUSH_S, say_draining
 from phalanx.server.places import Places, bytes_for
-from phalanx.server.process import LAST_WORDS_S, Stop
+from phalanx.server.process import LAST_WORDS_S, Stop, settle
 from phalanx.server.progress import LoadingLine
 from phalanx.server.siblings import owners
 from phalanx.server.summary import base_url, summary
@@ -111,7 +111,9 @@ class Several:
             servers.located(Start(*self._engines.local))
         self._info = info = await _unless(servers.failed, router.start())
         servers.started(info)
-        self._announce(router, info, has_chat=await _unless(servers.failed, servers.ready()))
+        has_chat = await _unless(servers.failed, servers.ready())
+        settle()
+        self._announce(router, info, has_chat=has_chat)
         return router, servers
 
     def _names(self) -> tuple[str, ...]:
