@@ -329,8 +329,8 @@ class Nemesis:
     # Afterwards
 
     def felt(self, case: Case) -> bool:
-        """Whether what was done could be: a process that asks for no more memory lives on without."""
-        return case.fault != "out_of_memory" or self._groups.refused > 0
+        """Whether what was done could be: a process that gets by with what memory it has lives on."""
+        return case.fault != "out_of_memory" or self._groups.killed > 0
 
     def bound(self, case: Case, serving: Serving) -> float:
         """Seconds that a stream may be silent."""

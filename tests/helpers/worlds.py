@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -258,10 +259,11 @@ class Groups:
         return folder
 
     @property
-    def refused(self) -> int:
-        """How often somebody asked for memory that was not to be had."""
-        counts = [folder / "memory.failcnt" for folder in self._made]
-        return sum(int(count.read_text()) for count in counts if count.exists())
+    def killed(self) -> int:
+        """How many processes the kernel has ended for want of memory; pages of files may be enough to take back."""
+        states = [folder / "memory.oom_control" for folder in self._made]
+        counts = [re.search(r"^oom_kill (\d+)", state.read_text(), re.M) for state in states if state.exists()]
+        return sum(int(count[1]) for count in counts if count)
 
     def close(self) -> None:
         """Everybody goes on, in the group above."""
