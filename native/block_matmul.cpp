@@ -299,7 +299,7 @@ class Scratch {
   std::size_t bytes_ = 0;
 };
 
-constexpr std::size_t kTasksPerThread = 6;
+constexpr std::size_t kTasksPerThread = 2;  // each waits for its first weights
 constexpr std::size_t kRowsPerTask = 128;  // whose activations stay in the second cache
 constexpr std::size_t kGroupsPerTask = 8;  // whose weights do so beside them, where there are many rows
 

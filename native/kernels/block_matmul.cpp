@@ -179,14 +179,14 @@ PHALANX_INLINE void put(const BlockProduct& product, std::size_t column, int cou
     store_some(y, load16(lanes), count);
 }
 
-// kRows rows times the outputs from `lane` on of kGroups groups; the groups after them are fetched meanwhile. What is added to a result, and in which order, is the
+// kRows rows times the outputs from `lane` on of kGroups groups; what is `after` bytes further is fetched meanwhile. What is added to a result, and in which order, is the
 // same for every kRows and kGroups: block by block, the block's integers exactly.
 template <BlockKind kKind, int kRows, int kGroups>
 void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
-          std::size_t row, int lane) {
+          std::size_t row, int lane, std::size_t after) {
   using K = Kind<kKind>;
   constexpr bool kTwoSums = K::halves || kRows * kGroups <= 8;  // few sums would wait for each other
-  const std::size_t blocks = product.rows.blocks, after = kGroups * shape.bytes;
+  const std::size_t blocks = product.rows.blocks;
   const std::uint8_t* packed = reinterpret_cast<const std::uint8_t*>(part.packed) + group * shape.bytes;
   const std::int8_t* q = product.rows.q + row * blocks * kBlock;
   const float* scale = product.rows.scale + row * blocks;
@@ -280,8 +280,9 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
 
 template <BlockKind kKind, int kRows, int kGroups>
 void tiles(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
-           std::size_t row) {
-  for (int lane = 0; lane < kLanes; lane += kWidth) tile<kKind, kRows, kGroups>(product, part, shape, group, row, lane);
+           std::size_t row, std::size_t after) {
+  for (int lane = 0; lane < kLanes; lane += kWidth)
+    tile<kKind, kRows, kGroups>(product, part, shape, group, row, lane, after);
 }
 
 // Rows and groups of a tile, as far as the registers reach: rows share the unpacking of weights, groups the activations.
@@ -294,23 +295,27 @@ constexpr int kMostGroups = 1;
 
 template <BlockKind kKind, int kGroups>
 void multiply_groups(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
-                     std::size_t row, std::size_t row_end) {
-  for (; row_end - row >= kMostRows; row += kMostRows) tiles<kKind, kMostRows, kGroups>(product, part, shape, group, row);
+                     std::size_t row, std::size_t row_end, std::size_t after) {
+  for (; row_end - row >= kMostRows; row += kMostRows)
+    tiles<kKind, kMostRows, kGroups>(product, part, shape, group, row, after);
   if (row_end - row >= 2) {
-    tiles<kKind, 2, kGroups>(product, part, shape, group, row);
+    tiles<kKind, 2, kGroups>(product, part, shape, group, row, after);
     row += 2;
   }
-  if (row_end > row) tiles<kKind, 1, kGroups>(product, part, shape, group, row);
+  if (row_end > row) tiles<kKind, 1, kGroups>(product, part, shape, group, row, after);
 }
 
+// The groups after the present ones are fetched, but not those that another thread will read.
 template <BlockKind kKind>
 void multiply_kind(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
                    std::size_t row_begin, std::size_t row_end) {
   const GroupShape shape(Kind<kKind>::layout, product.rows.blocks, part.phase, static_cast<int>(part.shift));
   std::size_t group = group_begin;
-  for (; group_end - group >= kMostGroups; group += kMostGroups)
-    multiply_groups<kKind, kMostGroups>(product, part, shape, group, row_begin, row_end);
-  if (group < group_end) multiply_groups<kKind, 1>(product, part, shape, group, row_begin, row_end);
+  for (; group_end - group >= kMostGroups; group += kMostGroups) {
+    const std::size_t after = group + kMostGroups < group_end ? kMostGroups * shape.bytes : 0;
+    multiply_groups<kKind, kMostGroups>(product, part, shape, group, row_begin, row_end, after);
+  }
+  if (group < group_end) multiply_groups<kKind, 1>(product, part, shape, group, row_begin, row_end, 0);
 }
 
 void multiply(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
