@@ -299,9 +299,9 @@ class Scratch {
   std::size_t bytes_ = 0;
 };
 
-constexpr std::size_t kTasksPerThread = 2;  // each waits for its first weights
+// A task waits for its first weights; where there are many rows, what matters more is that threads end together.
+constexpr std::size_t kTasksPerThread = 2, kManyRows = 16, kTasksOfManyRows = 6;
 constexpr std::size_t kRowsPerTask = 128;  // whose activations stay in the second cache
-constexpr std::size_t kGroupsPerTask = 8;  // whose weights do so beside them, where there are many rows
 
 }  // namespace
 
@@ -331,9 +331,11 @@ void multiply_blocks(Address x, std::size_t step_x, std::size_t rows, std::size_
   std::size_t groups = 0;
   for (std::size_t p = 0; p < count; ++p) groups += (part[p].outputs + kLanes - 1) / kLanes;
   const std::size_t pieces = (rows + kRowsPerTask - 1) / kRowsPerTask;
-  std::size_t step = groups / (kTasksPerThread * team_size());
-  step = step < 2 || team_size() == 1 ? (team_size() == 1 ? groups : 2) : step / 2 * 2;
-  if (rows > 16 && step > kGroupsPerTask) step = kGroupsPerTask;
+  std::size_t step = groups;
+  if (team_size() > 1) {
+    step = groups / ((rows > kManyRows ? kTasksOfManyRows : kTasksPerThread) * team_size()) / 2 * 2;
+    if (step < 2) step = 2;
+  }
   std::size_t tasks = 0;
   for (std::size_t p = 0; p < count; ++p) {
     const std::size_t own = (part[p].outputs + kLanes - 1) / kLanes;
