@@ -301,11 +301,14 @@ def _remedy(demand: Demand, plan: Plan, devices: Sequence[Device]) -> str:
     larger = smallest_layout(demand, _machines(devices))
     if larger is not None:
         count, flags = larger
-        which = f"devices ({devices[-1].name}) with {' or '.join(flags)}"
-        if _is_part(devices[-1]):
-            which = f"machines with --nnodes {count} and {' or '.join(reversed(flags))}"
-        shares = " and automatic shares" if count <= found.layout.world_size else ""
-        remedies.append(f"use {count} such {which}{shares}, the smallest layout that fits")
+        if count == 1:
+            remedies.append("use fewer ranks: one alone fits")
+        else:
+            which = f"devices ({devices[-1].name}) with {' or '.join(flags)}"
+            if _is_part(devices[-1]):
+                which = f"machines with --nnodes {count} and {' or '.join(reversed(flags))}"
+            shares = " and automatic shares" if count <= found.layout.world_size else ""
+            remedies.append(f"use {count} such {which}{shares}, the smallest layout that fits")
     if not remedies:
         remedies.append("use a smaller model or larger devices; no context length and no layout of such devices fits")
     text = "; or ".join(remedies)
@@ -341,7 +344,7 @@ def _other_cache(demand: Demand, found: Budget) -> list[str]:
 def smallest_layout(demand: Demand, devices: Sequence[Device]) -> tuple[int, list[str]] | None:
     """The fewest devices, more of the last kind added to `devices`, on which the model fits in equal shares, and the
     flags for it; None when not even the largest layout does."""
-    for count in range(2, _LARGEST_LAYOUT + 1):
+    for count in range(1, _LARGEST_LAYOUT + 1):
         used = [*devices, *[devices[-1]] * count][:count]
         flags = []
         for flag, widths in (("-tp", (count,)), ("-pp", (1,) * count)):

@@ -69,6 +69,14 @@ def test_more_parts_of_one_machine_are_no_remedy():
         assert "Use 3 such machines with --nnodes 3 and -pp 3 or -tp 3" in str(caught.value)
 
 
+def test_one_rank_is_offered_where_only_that_many_are_too_much():
+    """Each rank on a machine's CPUs has activations of its own."""
+    devices = of_this_machine("cpu", 64, Memory(60 * GIB, 56 * GIB), node="host")
+    plan = lay_out_widths(plan_for(qwen_14b(), A10).budget.demand, (4,) * 16, devices)
+    with pytest.raises(NotEnoughMemory, match="Use fewer ranks: one alone fits"):
+        check_fits(plan, devices)
+
+
 def test_ranks_that_lack_the_same_are_told_in_one_sentence():
     text = refusal("name=x,memory=8G,count=2", tensor_parallel_size=2)
     assert "Each of the ranks 0, 1 (x) needs" in text
