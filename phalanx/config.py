@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx import layout_rules
 from phalanx.errors import ConfigError
-from phalanx.layout_texts import parse_label, parse_pipeline_split, parse_resource, parse_tensor_split, parse_widths
+from phalanx.layout_texts import (
+    parse_address,
+    parse_label,
+    parse_pipeline_split,
+    parse_resource,
+    parse_tensor_split,
+    parse_widths,
+)
 from phalanx.speculative_config import SpeculativeConfig, parse_speculative_config, read_speculative_config
 from phalanx.vllm_options import without_ignored
 
@@ -327,6 +334,18 @@ class ServerConfig:
     port: int = option(8000, "Port to listen on; 0 takes a free one.")
     api_server_count: int = option(
         1, "Processes that answer HTTP and turn text into tokens and back, all on one port.", "-asc"
+    )
+    router_listen: str | None = option(
+        None,
+        "Address of this machine where API servers of other machines may join (--router), for the engines here.",
+        parse=parse_address,
+        metavar="ADDRESS[:PORT]",
+    )
+    router: str | None = option(
+        None,
+        "Run no engine: answer HTTP for the engines of another machine, at its --router-listen address.",
+        parse=parse_address,
+        metavar="ADDRESS[:PORT]",
     )
     api_key: tuple[str, ...] = option((), "Key(s) that clients must send as `Authorization: Bearer …`.", secret=True)
     ssl_keyfile: str | None = option(None, "TLS private key (PEM).")

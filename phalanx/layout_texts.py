@@ -1,10 +1,12 @@
-"""What people write about a layout (`3,1`, `20,10`, `fast=1`), checked and in its normal form."""
+"""What people write about a layout (`3,1`, `20,10`, `fast=1`, `10.0.0.1:29600`), checked and in its normal form."""
 
 from __future__ import annotations
 
 import re
 
 from phalanx.errors import ConfigError
+
+ROUTER_PORT = 29600
 
 
 def parse_tensor_split(text: str) -> str:
@@ -62,3 +64,22 @@ def parse_label(text: str) -> str:
     if not equals or not key.strip() or not value.strip():
         raise ConfigError(f"'{text[:80]}' is not a label.", fix="Write KEY=VALUE, such as zone=a.")
     return text
+
+
+def parse_address(text: str) -> str:
+    """`HOST:PORT`, `HOST`, `[fd00::1]:PORT` or `fd00::1`, with a port in any case: `10.0.0.1:29600`. Raises
+    ConfigError."""
+    plain = text.strip()
+    match = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:\[\]]+))(?::(\d{1,5}))?", plain, re.ASCII)
+    host, port = (match[1] or match[2], int(match[3] or ROUTER_PORT)) if match else (plain, ROUTER_PORT)
+    if not match and not re.fullmatch(r"[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", plain, re.ASCII):
+        raise ConfigError(f"'{text[:80]}' is not an address.", fix="Write ADDRESS:PORT, such as 10.0.0.1:29600.")
+    if not 0 < port <= 65535:
+        raise ConfigError(f"The port of '{text[:80]}' is {port}; it must be between 1 and 65535.")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of what `parse_address` has returned."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -75,6 +75,23 @@ def locate(model: str | None, *, revision: str | None = None, progress: Download
     return _from_folder(path, _folder_name(path)) if path.is_dir() else _from_file(path)
 
 
+def locate_text(
+    model: str | None, *, revision: str | None = None, progress: DownloadProgress | None = None
+) -> Checkpoint:
+    """As `locate`, for who only turns text into tokens and back: a folder needs no weights, and of a model on the hub
+    none are fetched, unless everything is in one GGUF file. Raises CheckpointError as `locate` does.
+    """
+    path = None if model is None else _local(model, revision)
+    if model is not None and path is None:
+        path = hub.fetch_snapshot(model, revision, progress, weights=False)
+    if path is not None and path.is_dir() and not _weight_files(path, _check_links(path)):
+        config = _read_json(path, "config.json")
+        if config is not None:
+            generation = _read_json(path, "generation_config.json") or {}
+            return Checkpoint(_folder_name(path), path, "safetensors", (), config, generation)
+    return locate(model, revision=revision, progress=progress)
+
+
 def locate_config(
     model: str | None, *, revision: str | None = None, progress: DownloadProgress | None = None
 ) -> tuple[str, dict[str, Any], Checkpoint | None]:

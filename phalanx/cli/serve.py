@@ -22,6 +22,10 @@ def run(argv: list[str]) -> int:
 
         return show(chosen.config)
     parallel = chosen.config.parallel
+    if chosen.config.server.router and (parallel.headless or parallel.node_rank > 0):
+        raise ConfigError(
+            "--router is for a machine that runs no ranks.", fix="Leave out --headless and --node-rank, or --router."
+        )
     if parallel.headless:
         from phalanx.cli.headless import run_node
 

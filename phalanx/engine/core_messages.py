@@ -174,7 +174,7 @@ def body_length(header: bytes) -> int:
     return length
 
 
-def decode_from_engine(body: bytes) -> FromEngine:
+def decode_from_engine(body: bytes | memoryview) -> FromEngine:
     """Raises BrokenFrame."""
     try:
         return _from_engine.decode(body)

@@ -66,7 +66,7 @@ class Engines:
         for number in filter(parallel.meets_nodes, range(parallel.data_parallel_size)):
             from phalanx.executor.interfaces import open_door
 
-            self._doors[number] = await _in_daemon_thread(partial(open_door, parallel, number))
+            self._doors[number] = await in_daemon_thread(partial(open_door, parallel, number))
         replicas = self._replicas = Replicas(parallel, progress=self._progress, doors=self._doors)
         make_policy(scheduler.scheduling_policy)  # the engines make their own: what is wrong is said before they start
         self._router = Router(
@@ -93,8 +93,8 @@ class Engines:
             if self._progress is not None:
                 loop.call_soon_threadsafe(self._progress, "download", done / total if total else 0.0)
 
-        checkpoint, self.config = await _in_daemon_thread(partial(self._located, report))
-        self.local = await _in_daemon_thread(partial(for_engine, self.config, checkpoint))
+        checkpoint, self.config = await in_daemon_thread(partial(self._located, report))
+        self.local = await in_daemon_thread(partial(for_engine, self.config, checkpoint))
         if self._replicas is not None:
             self._replicas.configure(*self.local)
         return checkpoint
@@ -116,7 +116,7 @@ class Engines:
             door.close()
 
 
-async def _in_daemon_thread(call: Callable[[], _T]) -> _T:
+async def in_daemon_thread(call: Callable[[], _T]) -> _T:
     """Like `asyncio.to_thread`, but the interpreter does not wait for the thread when it ends: a slow download must not
     hold up Ctrl-C."""
     loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
-"""`FarRouter`: an `EngineClient` whose `Router` is in another process, the one that started this API server.
+"""`FarRouter`: an `EngineClient` whose `Router` is in another process, at the other end of one connection.
 
-Guarantees: the end of the other process ends every stream with EngineDead, and `lost` returns; while it is silent the
-engines are not called ready. A slow reader delays nobody. Owns no engine.
+Guarantees: the end of the connection ends every stream with EngineDead, and `lost` returns; while the other process is
+silent the engines are not called ready. A slow reader delays nobody. Owns no engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class FarRouter:
         beat: Callable[[], FromServer],
         asked: Callable[[Drain | Tell], None],
         renewed: Callable[[EngineInfo], None],
+        hang_timeout: float | None = None,
     ):
+        """With a `hang_timeout` the other process is given up when it is silent for too long (`Patience`)."""
         self._stream = stream
         self._beat, self._asked, self._renewed = beat, asked, renewed
         self._mailboxes = Mailboxes(self._send, self._post)
@@ -61,7 +63,8 @@ class FarRouter:
         self._started: asyncio.Future[EngineInfo] = loop.create_future()
         self._gathering: deque[asyncio.Future[Counts]] = deque()
         self._status = EngineStatus(state="loading", since=time.time(), heartbeat=time.time())
-        self._patience = Patience(0.0, time.monotonic())
+        self._patience = Patience(hang_timeout or 0.0, time.monotonic())
+        self._may_give_up = hang_timeout is not None
         self._lost: EngineLost | None = None
         self._gone = asyncio.Event()
         self.servers: list[ServerProcess] = []
@@ -75,11 +78,13 @@ class FarRouter:
         try:
             while True:
                 self._take(await self._stream.receive())
-        except (EOFError, OSError):
+        except EOFError:
             pass
+        except OSError as error:
+            why = f"the connection ended ({error.strerror or error})"
         except BrokenFrame as error:
             why = f"it sent something that is no message ({error})"
-        self._lose(EngineLost(f"The process with the engines is gone: {why}.", why, kind="ended"))
+        self._lose(_gone(why))
 
     def _take(self, message: ToServer) -> None:
         self._patience.heard(time.monotonic())
@@ -108,6 +113,8 @@ class FarRouter:
         _settle(self._started, message.info)
 
     def _lose(self, loss: EngineLost) -> None:
+        if self._lost is not None:
+            return
         self._lost = loss
         self._mailboxes.fail(loss)
         awaited: list[asyncio.Future[Any]] = [self._begin, self._start, self._started, *self._gathering]
@@ -119,7 +126,11 @@ class FarRouter:
 
     async def _keep_lease(self) -> None:
         while self._lost is None:
-            self._patience.look(time.monotonic())
+            why = self._patience.look(time.monotonic())
+            if why is not None and self._may_give_up:
+                self._lose(_gone(why))
+                self._stream.abort()
+                return
             self.post(self._beat())
             await asyncio.sleep(LOOK_S)
 
@@ -145,13 +156,15 @@ class FarRouter:
         """What the engines load."""
         return await self._start
 
-    async def gather(self, own: Counts) -> Counts | None:
+    async def gather(self, own: Counts, seconds: float = GATHER_S) -> Counts | None:
         """What the other processes have counted; None when it takes too long to say. `own` is what this one has: what
         anybody was shown stays counted."""
+        if self._lost is not None:
+            return None
         future: asyncio.Future[Counts] = asyncio.get_running_loop().create_future()
         self._gathering.append(future)
         self.post(Gather(own))
-        done, _ = await asyncio.wait((future,), timeout=GATHER_S)
+        done, _ = await asyncio.wait((future,), timeout=seconds)
         return future.result() if done and future.exception() is None else None
 
     # An EngineClient
@@ -180,6 +193,10 @@ class FarRouter:
             status.cause = f"The process with the engines has not answered for {self._patience.silent:.0f} s."
         return status
 
+    @property
+    def connected(self) -> bool:
+        return self._lost is None
+
     async def lost(self) -> EngineLost:
         await self._gone.wait()
         return self._lost or _closed()
@@ -196,8 +213,12 @@ class FarRouter:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._lose(self._lost or _closed())
+        self._lose(_closed())
         await self._stream.end()
+
+
+def _gone(why: str) -> EngineLost:
+    return EngineLost(f"The process with the engines is gone: {why}.", why, kind="ended")
 
 
 def _closed() -> EngineLost:

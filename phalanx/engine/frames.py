@@ -20,18 +20,26 @@ _LAST_S = 1.0
 class FrameStream(Generic[Received]):
     """`decode` makes a message of a frame's body, or raises BrokenFrame."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, decode: Callable[[bytes], Received]):
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        decode: Callable[[bytes | memoryview], Received],
+    ):
         self._reader, self._writer, self._decode = reader, writer, decode
 
     @classmethod
-    async def over(cls, sock: socket.socket, decode: Callable[[bytes], Received]) -> Self:
+    async def over(cls, sock: socket.socket, decode: Callable[[bytes | memoryview], Received]) -> Self:
         """Over a connected socket, which is its own from now on."""
         return cls(*await asyncio.open_connection(sock=sock), decode)
 
     async def receive(self) -> Received:
         """Raises EOFError (IncompleteReadError is one), OSError, BrokenFrame."""
-        length = body_length(await self._reader.readexactly(4))
-        return self._decode(await self._reader.readexactly(length))
+        return self._decode(await self.body())
+
+    async def body(self) -> bytes | memoryview:
+        """The next frame's, whatever it is. Raises as `receive` does."""
+        return await self._reader.readexactly(body_length(await self._reader.readexactly(4)))
 
     async def send(self, message: msgspec.Struct) -> None:
         """Returns when there is room for more. That the peer is gone is for the reading side to say."""
@@ -49,6 +57,10 @@ class FrameStream(Generic[Received]):
 
     def close(self) -> None:
         self._writer.close()
+
+    def abort(self) -> None:
+        """Close at once, whatever has not gone yet."""
+        self._writer.transport.abort()
 
     async def end(self) -> None:
         """Close, when what was sent has gone, or the peer takes no more."""

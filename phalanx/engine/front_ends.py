@@ -4,6 +4,9 @@ All accept connections from the same listening socket, so a connection is taken 
 silent for too long (its lease runs out), is ended and started again; its requests are aborted, those of the others are
 not touched. What it had counted stays counted. Nothing is left of them after `close`.
 
+Beside them there may be groups of servers on other machines (`host`): each is to the router as one server more, which
+is not started from here and may come back on another connection.
+
 Does not know HTTP: what a server is, `command` says.
 """
 
@@ -18,8 +21,9 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from phalanx import env
 from phalanx.config import EngineConfig
@@ -32,7 +36,9 @@ from phalanx.engine.front_messages import (
     Begin,
     Counted,
     Drain,
+    FromServer,
     Gathered,
+    Leaving,
     Ready,
     ServerProcess,
     Servers,
@@ -45,12 +51,17 @@ from phalanx.errors import PhalanxError
 from phalanx.executor.death import describe
 from phalanx.metrics.counts import Counts, lasting, summed
 
+if TYPE_CHECKING:
+    from phalanx.engine.remote_link import Join, SealedStream
+
 log = logging.getLogger(__name__)
 
 _TELL_S = 1.0
 """For a server to say what it has counted."""
 _LOADING_SILENCE_S = 30.0
 """While it imports and reads what it needs, native code may keep it from saying anything for longer."""
+_COME_BACK_S = 3600.0
+"""Servers of other machines that were lost are not waited for any longer."""
 _PAUSES_S = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Before a server is started again: the more often it was lost without having been ready, the longer."""
 
@@ -67,6 +78,8 @@ class _Place:
     """What its present life was last known to have counted."""
     telling: deque[asyncio.Future[None]] = field(default_factory=deque)
     has_chat: bool = False
+    given_up: str | None = None
+    """Why its present life was ended."""
 
     def shown(self) -> ServerProcess:
         return ServerProcess(
@@ -74,9 +87,24 @@ class _Place:
         )
 
 
+@dataclass
+class _Guests(_Place):
+    """The servers of another machine. `life` counts their connections."""
+
+    pid: int = 0
+    node: str = ""
+    left: bool = False
+    """They have said that they end."""
+    last_seen: float = 0.0
+
+    def shown(self) -> ServerProcess:
+        return ServerProcess(self.pid, self.state, self.life, self.requests, self.node)
+
+
 class FrontEnds:
     """`command` starts a server; the descriptor of its socket is added, and `inherited` are others that it names.
-    `cleared` is called with the number of one that has ended, `counts` says what this process has counted itself."""
+    `cleared` is called with the number of one that has ended, `counts` says what this process has counted itself, and
+    `beyond` what is counted on other machines, told what is counted here."""
 
     def __init__(
         self,
@@ -87,11 +115,15 @@ class FrontEnds:
         inherited: Sequence[int],
         cleared: Callable[[int], None],
         counts: Callable[[], Counts],
+        beyond: Callable[[Counts], Awaitable[Counts]] | None = None,
     ):
         self._config, self._router = config, router
         self._command, self._inherited = command, inherited
-        self._cleared, self._counts = cleared, counts
+        self._cleared, self._counts, self._beyond = cleared, counts, beyond
         self._places = [_Place(number) for number in range(config.server.api_server_count)]
+        self._guests: dict[str, _Guests] = {}
+        """By their session."""
+        self._hosting: set[asyncio.Task[Any]] = set()
         self._start: Start | None = None
         self._info: EngineInfo | None = None
         self._former: Counts = {}
@@ -126,20 +158,24 @@ class FrontEnds:
     @property
     def requests(self) -> int:
         """HTTP requests that they work on."""
-        return sum(place.requests for place in self._places)
+        return sum(place.requests for place in self._everywhere)
+
+    @property
+    def _everywhere(self) -> list[_Place]:
+        return [*self._places, *self._guests.values()]
 
     def drain(self, seconds: float) -> None:
         """They take no more requests, end those that are left in so many seconds, and then themselves; none is started
         again."""
         self._ending.set()
         self._deadline = time.monotonic() + seconds
-        for place in self._places:
+        for place in self._everywhere:
             place.state = "draining" if place.link is not None else "lost"
         self._tell_all(Drain(seconds))
 
     async def ended(self) -> None:
         """Returns when all are gone, after `drain`."""
-        await asyncio.wait(self._tasks)
+        await asyncio.wait([*self._tasks, *self._hosting])
 
     async def close(self) -> None:
         """End what is left."""
@@ -150,7 +186,7 @@ class FrontEnds:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _tell_all(self, message: ToServer) -> None:
-        for place in self._places:
+        for place in self._everywhere:
             if place.link is not None:
                 place.link.post(message)
 
@@ -161,7 +197,11 @@ class FrontEnds:
             await asyncio.sleep(LOOK_S)
 
     def _show(self) -> None:
-        self._tell_all(Servers([place.shown() for place in self._places]))
+        there = [guests for guests in self._guests.values() if guests.link is not None]
+        servers = Servers([place.shown() for place in (*self._places, *there)])
+        for place in self._places:
+            if place.link is not None:
+                place.link.post(servers)
 
     # One server through all of its lives
 
@@ -190,34 +230,89 @@ class FrontEnds:
         ours, process = self._spawn(place)
         place.process = process
         stream = await FrameStream.over(ours, decode_from_server)
+        try:
+            why = await self._attend(place, stream, process.kill, self._greeting())
+            if place.given_up is None and await _ends(process):
+                code = process.returncode
+                why = describe(-code if code < 0 else code << 8)
+            return why
+        finally:
+            process.kill()  # also when this is cancelled: nothing may be left
+            await asyncio.to_thread(process.wait)
+            self._bury(place)
+
+    async def _attend(
+        self,
+        place: _Place,
+        stream: FrameStream[FromServer],
+        end: Callable[[], None],
+        greeting: Sequence[ToServer],
+        prefix: str = "",
+    ) -> str:
+        """Have its requests answered until it is gone; `end` ends it when its lease has run out. Why it is gone, in
+        words that follow a colon."""
         patience = Patience(self._config.recovery.hang_timeout, time.monotonic())
         first_word = asyncio.Event()
+        if isinstance(place, _Guests):  # they have spoken before
+            first_word.set()
 
         def heard() -> None:
             first_word.set()
             patience.heard(time.monotonic())
 
-        link = place.link = FrontLink(
-            self._router, stream, heard=heard, told=lambda message: self._told(place, message)
+        link = FrontLink(
+            self._router, stream, heard=heard, told=lambda message: self._told(place, message), prefix=prefix
         )
-        watching = asyncio.create_task(self._watch(place, process, patience, first_word))
+        place.link, place.given_up = link, None
+        watching = asyncio.create_task(self._watch(place, end, patience, first_word))
         try:
-            for message in self._greeting():
+            for message in greeting:
                 link.post(message)
             why = await link.serve()
-            if watching.done():
-                why = watching.result()
-            elif await _ends(process):
-                code = process.returncode
-                why = describe(-code if code < 0 else code << 8)
-            return why
+            return place.given_up or why
         finally:
             watching.cancel()
-            place.link = None
+            if place.link is link:
+                place.link = None
             await link.close()
-            process.kill()  # also when this is cancelled: nothing may be left
-            await asyncio.to_thread(process.wait)
-            self._bury(place)
+
+    # Servers of other machines
+
+    async def host(self, stream: SealedStream[FromServer], join: Join) -> None:
+        """As long as they are there, on this connection. A former one of theirs is given up."""
+        self._forget_old_guests()
+        guests = self._guests.setdefault(join.session, _Guests(-1))
+        guests.life += 1
+        life, task, former = guests.life, asyncio.current_task(), guests.link
+        if former is not None:
+            await former.close()
+        guests.pid, guests.node, guests.left = join.pid, join.name, False
+        guests.state = "draining" if self._ending.is_set() else "ready"
+        if task is not None:
+            self._hosting.add(task)
+            task.add_done_callback(self._hosting.discard)
+        log.info("API servers on %s have joined.", join.name)
+        greeting = [message for message in self._greeting() if isinstance(message, Started | Drain)]
+        try:
+            why = await self._attend(guests, stream, stream.abort, greeting, f"{join.session}.{life}.")
+        finally:
+            if guests.life == life:
+                guests.state, guests.requests, guests.last_seen = "lost", 0, time.monotonic()
+                guests.counted = lasting(guests.counted)
+                _cancel(guests.telling)
+        if guests.left:
+            log.info("API servers on %s have left.", join.name)
+        elif guests.life == life and not self._ending.is_set():
+            log.warning("API servers on %s were lost: %s. Their requests are ended here.", join.name, why)
+        self._show()
+
+    def _forget_old_guests(self) -> None:
+        """What they had counted stays counted; they do not come back."""
+        now = time.monotonic()
+        old = [s for s, guests in self._guests.items() if guests.link is None and now - guests.last_seen > _COME_BACK_S]
+        self._former = summed([self._former, *(self._guests.pop(session).counted for session in old)])
+
+    # A server's process
 
     def _greeting(self) -> list[ToServer]:
         """What a new one must know."""
@@ -247,23 +342,21 @@ class FrontEnds:
         return ours, process
 
     async def _watch(
-        self, place: _Place, process: subprocess.Popen[bytes], patience: Patience, first_word: asyncio.Event
-    ) -> str:
-        """End it when its lease has run out; then says so."""
+        self, place: _Place, end: Callable[[], None], patience: Patience, first_word: asyncio.Event
+    ) -> None:
+        """End it when its lease has run out."""
         await first_word.wait()
-        while True:
+        while place.given_up is None:
             await asyncio.sleep(LOOK_S)
             why = patience.look(time.monotonic())
             if why is not None and (place.state != "loading" or patience.silent > _LOADING_SILENCE_S):
-                process.kill()
-                return f"{why}, so it was ended"
+                place.given_up = f"{why}, so it was ended"
+                end()
 
     def _bury(self, place: _Place) -> None:
         self._former = summed([self._former, lasting(place.counted)])
         place.counted, place.requests = {}, 0
-        for future in place.telling:
-            future.cancel()
-        place.telling.clear()
+        _cancel(place.telling)
         self._cleared(place.number)
 
     # What they say
@@ -287,6 +380,9 @@ class FrontEnds:
                 self._ready.set()
         elif isinstance(message, LoadFailed):
             self._failed_to_load(place, loading_error(message))
+        elif isinstance(message, Leaving):
+            if isinstance(place, _Guests):
+                place.left = True
         else:
             place.counted = message.counts
             task = asyncio.create_task(self._gather(place))
@@ -301,15 +397,33 @@ class FrontEnds:
             self.failed.set_exception(error)
             self.failed.exception()  # perhaps nobody asks any more
 
+    def known(self) -> Counts:
+        """What is counted here, as far as it is known without asking."""
+        return summed([self._counts(), self._former, *(place.counted for place in self._everywhere)])
+
+    async def counted(self) -> Counts:
+        """What is counted here."""
+        await self._ask_all(self._everywhere)
+        return self.known()
+
     async def _gather(self, asker: _Place) -> None:
         """For `asker`, what everybody else has counted."""
-        others = [place for place in self._places if place is not asker]
-        asked = [self._ask(place) for place in others if place.link is not None and place.state != "loading"]
+        others = [place for place in self._everywhere if place is not asker]
+        beyond: list[Counts] = []
+        if self._beyond is not None:
+            _, there = await asyncio.gather(self._ask_all(others), self._beyond(self.known()))
+            beyond.append(there)
+        else:
+            await self._ask_all(others)
+        if asker.link is not None:
+            parts = [self._counts(), self._former, *(place.counted for place in others), *beyond]
+            asker.link.post(Gathered(summed(parts)))
+
+    async def _ask_all(self, places: Sequence[_Place]) -> None:
+        """They say what they have counted, if they can."""
+        asked = [self._ask(place) for place in places if place.link is not None and place.state != "loading"]
         if asked:
             await asyncio.wait(asked, timeout=_TELL_S)
-        if asker.link is not None:
-            parts = [self._counts(), self._former, *(place.counted for place in others)]
-            asker.link.post(Gathered(summed(parts)))
 
     def _ask(self, place: _Place) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -317,6 +431,12 @@ class FrontEnds:
         if place.link is not None:
             place.link.post(Tell())
         return future
+
+
+def _cancel(telling: deque[asyncio.Future[None]]) -> None:
+    for future in telling:
+        future.cancel()
+    telling.clear()
 
 
 async def _ends(process: subprocess.Popen[bytes]) -> bool:

@@ -18,12 +18,12 @@ import msgspec
 from phalanx.engine.client import EngineClient, EngineOutput, request_error
 from phalanx.engine.core_messages import Abort, BrokenFrame, LoadFailed, Submit, decode_request, send_outputs
 from phalanx.engine.frames import FrameStream
-from phalanx.engine.front_messages import Alive, Counted, FromServer, Gather, Ready, ToServer
+from phalanx.engine.front_messages import Alive, Counted, FromServer, Gather, Leaving, Ready, ToServer
 from phalanx.errors import InvalidRequest, PhalanxError
 
 log = logging.getLogger(__name__)
 
-Told = Ready | LoadFailed | Alive | Counted | Gather
+Told = Ready | LoadFailed | Alive | Counted | Gather | Leaving
 """What is not about a request."""
 
 
@@ -35,10 +35,13 @@ class FrontLink:
         *,
         heard: Callable[[], None],
         told: Callable[[Told], None],
+        prefix: str = "",
     ):
-        """`heard` is called for every message, `told` with those that are not about a request."""
+        """`heard` is called for every message, `told` with those that are not about a request. `prefix` is put before
+        the ids of its requests, where others or a former link may use the same ones."""
         self._router, self._stream = router, stream
         self._heard, self._told = heard, told
+        self._prefix = prefix
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._outputs: list[EngineOutput] = []
         """To be sent together at the end of the event loop's turn."""
@@ -92,10 +95,12 @@ class FrontLink:
         try:
             request = decode_request(message.request)
             start = len(request.output_token_ids)
+            if self._prefix:
+                request = msgspec.structs.replace(request, request_id=self._prefix + rid)
             stream = cast("AsyncGenerator[EngineOutput, None]", self._router.generate(request))
             async with aclosing(stream) as outputs:
                 async for output in outputs:
-                    self._put(output)
+                    self._put(msgspec.structs.replace(output, request_id=rid) if self._prefix else output)
                     start = output.start + len(output.token_ids)
                     await self._stream.room()
         except Exception as error:

@@ -4,6 +4,9 @@ between a front end and its engine (`core_messages`), over an inherited socket.
     router -> server    Begin, Start, Started, Outputs, Servers, Drain, Tell, Gathered
     server -> router    Submit, Abort, Ready, LoadFailed, Alive, Counted, Gather
 
+A group of API servers on another machine speaks to the router as one server, over TCP (`remote_link`), and says when it
+is `Leaving`; it brings its own configuration, and so gets no Begin, Start and Servers.
+
 Whatever a server says renews the lease of its requests; it says something every `LOOK_S`.
 """
 
@@ -32,6 +35,8 @@ class ServerProcess(msgspec.Struct):
     """Processes that have been in this place."""
     requests: int
     """HTTP requests for answers that it works on."""
+    node: str = ""
+    """The other machine whose servers these are, all of them as one; the process is the one that keeps them."""
 
 
 class Servers(msgspec.Struct, frozen=True, tag="servers"):
@@ -80,14 +85,18 @@ class Gather(msgspec.Struct, frozen=True, tag="gather"):
     counts: Counts
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """It has nothing left to do and ends now."""
+
+
 ToServer = Begin | Start | Started | Outputs | Servers | Drain | Tell | Gathered
-FromServer = Submit | Abort | Ready | LoadFailed | Alive | Counted | Gather
+FromServer = Submit | Abort | Ready | LoadFailed | Alive | Counted | Gather | Leaving
 
 _to_server = msgspec.msgpack.Decoder(ToServer)
 _from_server = msgspec.msgpack.Decoder(FromServer)
 
 
-def decode_to_server(body: bytes) -> ToServer:
+def decode_to_server(body: bytes | memoryview) -> ToServer:
     """Raises BrokenFrame."""
     try:
         return _to_server.decode(body)
@@ -95,7 +104,7 @@ def decode_to_server(body: bytes) -> ToServer:
         raise BrokenFrame(f"not a message of the router: {error}") from error
 
 
-def decode_from_server(body: bytes) -> FromServer:
+def decode_from_server(body: bytes | memoryview) -> FromServer:
     """Raises BrokenFrame."""
     try:
         return _from_server.decode(body)

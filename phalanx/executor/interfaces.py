@@ -92,8 +92,9 @@ def open_door(parallel: ParallelConfig, replica: int = 0) -> socket.socket:
     return listen(host, parallel.port_of(replica), "PHALANX_HOST_IP" if override else "--master-addr")
 
 
-def listen(host: str, port: int, origin: str) -> socket.socket:
-    """A listening socket on exactly this address; `origin` is the setting that named it. Raises ConfigError."""
+def listen(host: str, port: int, origin: str, in_use: str = "") -> socket.socket:
+    """A listening socket on exactly this address; `origin` is the setting that named it, `in_use` what to do when the
+    port is taken. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=64)
@@ -101,7 +102,7 @@ def listen(host: str, port: int, origin: str) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(
                 f"Port {port} on {host} is in use by another program.",
-                fix="Choose another --master-port, the same on every node.",
+                fix=in_use or "Choose another --master-port, the same on every node.",
             ) from None
         if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             raise ConfigError(

@@ -9,10 +9,13 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from phalanx.checkpoint.locate import locate
+import msgspec
+
+from phalanx.checkpoint.locate import Checkpoint, inside, locate, locate_tokenizer
 from phalanx.config import EngineConfig
 from phalanx.errors import ConfigError
 from phalanx.executor.node_messages import FileFact, Survey
@@ -54,6 +57,34 @@ def survey(config: EngineConfig) -> Survey:
         "--encrypt-transport": str(parallel.encrypt_transport).lower(),
     }
     return Survey(facts, [_fact(path) for path in checkpoint.weight_files])
+
+
+_MODEL_TEXTS = ("config.json", "generation_config.json")
+_TOKENIZER_TEXTS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "qwen.tiktoken", "vocab.json", "merges.txt",
+    "added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+def text_survey(config: EngineConfig, checkpoint: Checkpoint) -> Survey:
+    """What must be the same where only text is worked on, wherever the files are: descriptions, the tokenizer and, as
+    far as they are there, the weights. Raises CheckpointError."""
+    tokenizer, find = config.model.tokenizer, checkpoint.file
+    if tokenizer is not None:
+        find = partial(inside, locate_tokenizer(tokenizer, revision=config.model.revision))
+    found = [*map(checkpoint.file, _MODEL_TEXTS), *map(find, _TOKENIZER_TEXTS), *checkpoint.weight_files]
+    return Survey({}, [msgspec.structs.replace(_fact(path), name=path.name) for path in found if path is not None])
+
+
+def text_difference(ours: Survey, theirs: Survey, here: str, there: str) -> ConfigError | None:
+    """As `difference`; weights that are not `there` are not missed."""
+    if not any(_is_weights(file) for file in theirs.files):
+        ours = msgspec.structs.replace(ours, files=[file for file in ours.files if not _is_weights(file)])
+    return difference(ours, theirs, here, there)
+
+
+def _is_weights(file: FileFact) -> bool:
+    return file.name not in (*_MODEL_TEXTS, *_TOKENIZER_TEXTS)
 
 
 def measured(config: EngineConfig) -> list[Capacity]:

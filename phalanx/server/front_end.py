@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 
-from phalanx.checkpoint.locate import Checkpoint, locate
+from phalanx.checkpoint.locate import Checkpoint, locate_text
 from phalanx.config import EngineConfig
 from phalanx.engine.async_engine import AsyncEngine
 from phalanx.engine.client import EngineInfo, EngineLost
@@ -154,7 +154,7 @@ class FrontEnd:
 
 
 def _located(config: EngineConfig) -> Checkpoint:
-    return locate(config.model.model, revision=config.model.revision)
+    return locate_text(config.model.model, revision=config.model.revision)
 
 
 def main(argv: list[str] | None = None) -> int:

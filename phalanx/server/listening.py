@@ -18,6 +18,11 @@ def check(server: ServerConfig) -> None:
     for name, low, high in (("port", 0, 65535), ("api_server_count", 1, MOST_SERVERS)):
         if not low <= (value := getattr(server, name)) <= high:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be between {low} and {high}.")
+    if server.router and server.router_listen:
+        raise ConfigError(
+            "--router and --router-listen exclude each other: engines run on one side or the other.",
+            fix="Give --router-listen where the engines are, --router on other machines.",
+        )
     if not server.request_timeout > 0:
         raise ConfigError(f"--request-timeout is {server.request_timeout:g}; it must be above 0.")
     if not server.shutdown_timeout >= 0:

@@ -10,6 +10,7 @@ with an error and the exit code is 1. All this holds for several server processe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import signal
@@ -50,14 +51,25 @@ def serve(config: EngineConfig) -> int:
     if not is_loopback(config.server.host) and not config.server.api_key:
         logger.warning("Listening on %s without an API key: everyone who can connect may use it.", config.server.host)
     with listener:
-        if config.server.api_server_count > 1:
-            from phalanx.server.several import Several
-
-            code = run_to_end(Several(config, listener).run())
+        if config.server.api_server_count > 1 or config.server.router_listen or config.server.router:
+            code = _serve_with_several(config, listener)
         else:
             code = run_to_end(_Serving(config, listener, tls).run())
     leave_threads(own_threads, code)
     return code
+
+
+def _serve_with_several(config: EngineConfig, listener: socket.socket) -> int:
+    """Server processes of their own. Raises ConfigError."""
+    from phalanx.engine.remote_servers import open_door
+    from phalanx.server.several import Several
+
+    async def run() -> int:
+        return await Several(config, listener, door).run()
+
+    door = open_door(config) if config.server.router_listen else None
+    with door or contextlib.nullcontext():
+        return run_to_end(run())
 
 
 class _Serving:

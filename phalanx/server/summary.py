@@ -52,6 +52,20 @@ def summary(
     return "\n".join(lines)
 
 
+def remote_summary(config: EngineConfig, info: EngineInfo, name: str, names: tuple[str, ...], *, has_chat: bool) -> str:
+    """Of API servers whose engines are on the machine `name`."""
+    lines = [
+        f"Model: {', '.join(names)} ({info.dtype} on {info.device})",
+        f"Engines: on {name}, by way of the router at {config.server.router}",
+        *_safety(config.server),
+        "",
+        "Try it:",
+        f"  {curl(config.server, has_chat=has_chat)}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def _type(config: EngineConfig, info: EngineInfo) -> str:
     quantization = config.model.quantization
     return info.dtype if quantization in (None, "none") else f"{quantization} weights, {info.dtype}"
@@ -99,6 +113,8 @@ def _recovery(recovery: RecoveryConfig) -> list[str]:
 def _safety(server: ServerConfig) -> list[str]:
     by = f", {server.api_server_count} server processes" if server.api_server_count > 1 else ""
     lines = [f"Address: {base_url(server)} (listening on {server.host}, port {server.port}{by})"]
+    if server.router_listen:
+        lines.append(f"API servers of other machines: may join at {server.router_listen}")
     if server.api_key:
         lines.append("API key: required")
     elif is_loopback(server.host):
