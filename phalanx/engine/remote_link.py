@@ -13,6 +13,7 @@ Callers without the key get no answer. Nothing is waited for on a thread.
 from __future__ import annotations
 
 import asyncio
+import errno
 import select
 import socket
 from collections.abc import Callable
@@ -111,11 +112,12 @@ async def _connected(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setblocking(False)
         try:
-            await asyncio.wait_for(loop.sock_connect(sock, address), CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):  # wait_for may lose a cancellation
+                await loop.sock_connect(sock, address)
             return sock
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:
             sock.close()
-            failure = error
+            failure = OSError(errno.ETIMEDOUT, "no answer") if isinstance(error, TimeoutError) else error
         except BaseException:
             sock.close()
             raise

@@ -154,7 +154,7 @@ class RemoteRouter:
     async def _connected(self, limit: float, *, patient: bool) -> FarRouter:
         """The next connection, with engines behind it. `patient`: who turns us away may take us later, and engines have
         no longer to load than all together. Raises ConfigError."""
-        began = said = time.monotonic()
+        began, said, reason = time.monotonic(), -REPORT_S, ""
         while True:
             try:
                 async with asyncio.timeout(began + limit - time.monotonic()):
@@ -170,7 +170,7 @@ class RemoteRouter:
             except EngineLost as error:
                 reason = error.cause
             except OSError as error:
-                reason = error.strerror or ("no answer" if isinstance(error, TimeoutError) else str(error))
+                reason = error.strerror or reason or "no answer"
             except (EOFError, BrokenFrame):
                 reason = "it ended the connection"
             now = time.monotonic()
@@ -180,7 +180,7 @@ class RemoteRouter:
                     fix="Check that it runs with --router-listen, that --router names that address, and that no "
                     "firewall is between the machines.",
                 )
-            if now - said >= REPORT_S or said <= began:
+            if now - said >= REPORT_S:
                 said = now
                 patience = f"{now - began:.0f} s; gives up after {limit:g} s"
                 self._say(f"waiting for the router at {self.at}: {reason} ({patience}).")

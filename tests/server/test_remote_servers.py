@@ -1,0 +1,228 @@
+"""API servers without engines (`--router`) beside a machine that has them (`--router-listen`), real processes: both
+answer alike, either dies, hangs and drains without harm to the other, and what they say is true of both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.history import Answer, Log, assemble, check_stream
+from tests.helpers.pace import Pace
+from tests.helpers.processes import wait_until
+from tests.helpers.serving import Client, Serving, free_port
+from tests.helpers.tiny_model import write_tiny_model
+
+TOKENS = 120
+ASK: dict[str, Any] = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
+KEY = {"PHALANX_TRANSPORT_KEY": "a secret"}
+
+
+class Machines:
+    """`near` has the engine and one API server, `far` has two API servers; both may be started again."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.model = folder, write_tiny_model(folder / "tiny")
+        self.pace = Pace(folder)
+        self.at = f"127.0.0.1:{free_port()}"
+        self._ports = free_port(), free_port()
+        self._count = 0
+        self.near, self.far = self.start_near(), self.start_far()
+        self.near.ready()
+        self.far.ready()
+
+    def start_near(self, *options: str) -> Serving:
+        sizes = ["--dtype", "float32", "--kv-cache-memory-bytes", "8M"]
+        arguments = [str(self.model), *sizes, "--router-listen", self.at, *options]
+        return self._start(arguments, self._ports[0], {"PHALANX_FAULT": self.pace.fault})
+
+    def start_far(self, *options: str, port: int | None = None, env: dict[str, str] | None = None) -> Serving:
+        arguments = [str(self.model), "--router", self.at, "--api-server-count", "2", *options]
+        return self._start(arguments, port or self._ports[1], env or {})
+
+    def _start(self, arguments: list[str], port: int, env: dict[str, str]) -> Serving:
+        self._count += 1
+        return Serving(arguments, self.folder / f"{self._count}.log", env={**KEY, **env}, port=port)
+
+    def close(self) -> None:
+        self.near.kill()
+        self.far.kill()
+
+    @property
+    def outputs(self) -> str:
+        return f"near:\n{self.near.output}\nfar:\n{self.far.output}"
+
+    def running(self) -> int:
+        requests = self.near.status()["requests"]
+        return int(requests["running"] + requests["waiting"])
+
+    def under_way(self, count: int, at: Serving | None = None) -> list[Client]:
+        """Streams that go on slowly until the pace is released."""
+        self.pace.hold()
+        clients = [Client(at or self.far, f"stream {n}", ASK) for n in range(count)]
+        assert wait_until(lambda: all(len(c.saw.events) > 5 or c.saw.broken for c in clients), 20), self.outputs
+        assert all(client.is_alive() for client in clients), self.outputs
+        return clients
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
+    made = Machines(tmp_path_factory.mktemp("machines"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def both(machines: Machines) -> Iterator[Machines]:
+    yield machines
+    machines.pace.release()
+
+
+@pytest.fixture(scope="module")
+def oracle(machines: Machines) -> Answer:
+    """What the machine with the engine answers itself."""
+    client = Client(machines.near, "near", ASK)
+    client.join(30)
+    return assemble(client.saw)
+
+
+def logs(clients: list[Client]) -> list[Log]:
+    for client in clients:
+        client.join(60)
+    return [client.saw for client in clients]
+
+
+def total(serving: Serving, name: str) -> float:
+    return sum(value for key, value in serving.metrics().items() if key.partition("{")[0] == f"phalanx:{name}")
+
+
+@contextlib.contextmanager
+def frozen(serving: Serving) -> Iterator[None]:
+    """The process that keeps the servers, not these."""
+    os.kill(serving.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(serving.process.pid, signal.SIGCONT)
+
+
+def test_both_answer_alike_and_tell_of_each_other(both: Machines, oracle: Answer) -> None:
+    near, far = both.near, both.far
+    before = total(near, "request_success_total")
+    clients = both.under_way(3)
+    assert wait_until(lambda: both.running() == 3, 5)
+    theirs = far.status()
+    assert theirs["state"] == "ready" and theirs["requests"]["running"] == 3
+    assert theirs["engines"][0]["pid"] == near.engine() and len(theirs["servers"]) == 2
+    (here, there) = near.status()["servers"]
+    assert here["node"] == "" and there["node"] and there["pid"] == far.process.pid
+    assert wait_until(lambda: near.status()["servers"][1]["requests"] == 3, 3)
+    both.pace.release()
+    assert [check_stream(log, oracle) for log in logs(clients)] == [[], [], []]
+    for asked in (near, far, far, near):  # whoever is asked
+        assert wait_until(lambda asked=asked: total(asked, "request_success_total") == before + 3, 5)
+    assert far.get("/health/ready")[0] == 200 and near.at_rest(5)
+
+
+def test_requests_leave_the_engine_when_the_far_servers_hang_and_go_on_when_they_are_back(
+    both: Machines, oracle: Answer
+) -> None:
+    clients = both.under_way(3)
+    with frozen(both.far):
+        assert wait_until(lambda: both.running() == 0, 10), both.outputs
+        assert all(client.is_alive() for client in clients)
+        assert both.near.at_rest(5) and "were lost: it has not answered for" in both.near.output
+    assert wait_until(lambda: both.running() == 3, 15), both.outputs
+    both.pace.release()
+    assert [check_stream(log, oracle) for log in logs(clients)] == [[], [], []]
+    assert wait_until(lambda: both.far.get("/health/ready")[0] == 200, 5)
+
+
+def test_streams_outlive_the_process_with_the_router(both: Machines, oracle: Answer) -> None:
+    clients = both.under_way(3)
+    both.near.kill()
+    assert wait_until(lambda: both.far.get("/health/ready")[0] == 503, 5)
+    answer = both.far.get("/health/ready")[1].decode()
+    assert "recovering" in answer and "The connection to the router at" in answer
+    assert both.far.get("/health/live")[0] == 200 and both.far.status()["state"] == "recovering"
+    late = Client(both.far, "late", ASK)
+    assert wait_until(lambda: late.saw.status == 200, 5), "it waits like the others"
+    both.near = both.start_near()
+    assert wait_until(lambda: both.far.get("/health/ready")[0] == 200, 30), both.outputs
+    both.pace.release()
+    assert [check_stream(log, oracle) for log in logs([*clients, late])] == [[]] * 4
+    assert both.near.at_rest(5)
+
+
+def test_requests_leave_the_engine_at_once_when_the_far_servers_die(both: Machines, oracle: Answer) -> None:
+    mine, theirs = both.under_way(1, both.near), both.under_way(3)
+    assert wait_until(lambda: both.running() == 4, 5)
+    both.far.kill()
+    assert wait_until(lambda: both.running() == 1, 2), both.outputs
+    both.pace.release()
+    assert [check_stream(log, oracle) for log in logs(mine)] == [[]], "the others do not notice"
+    assert all("[DONE]" not in [event.data for event in log.events] for log in logs(theirs))
+    assert both.near.at_rest(5) and [s["node"] for s in both.near.status()["servers"]] == [""]
+    both.far = both.start_far()
+    both.far.ready()
+
+
+def _refused(serving: Serving, *says: str) -> None:
+    code = serving.ends(20)
+    output = serving.output
+    assert code == 1 and output.count("error: ") == 1 and "Traceback" not in output, output
+    assert all(word in output for word in says), output
+    assert serving.left() == {}
+
+
+def test_who_does_not_fit_is_told_why(both: Machines, tmp_path: Path) -> None:
+    """All at the same time."""
+    other = write_tiny_model(tmp_path / "other", layers=3)
+    bare = write_tiny_model(tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    keyless = both.start_far(port=free_port(), env={"PHALANX_TRANSPORT_KEY": "another"})
+    stranger = both.start_far("--model", str(other), port=free_port())
+    without = both.start_far("--model", str(bare), port=free_port())
+    _refused(keyless, "transport keys differ", "PHALANX_TRANSPORT_KEY")
+    _refused(stranger, "Nodes differ: config.json", "Here the model is tiny")
+    _refused(without, "There is no tokenizer in")
+    assert "it does not have the transport key" in both.near.output
+    assert both.far.get("/health/ready")[0] == 200
+
+
+def test_nobody_is_there_yet_and_ctrl_c(both: Machines) -> None:
+    far = both.start_far("--router", "127.0.0.1:9", port=free_port())
+    far.says(r"waiting for the router at 127.0.0.1:9: Connection refused \(0 s; gives up after 600 s\)", 20)
+    assert far.get("/health/live")[0] == 200 and far.get("/health/ready")[0] == 503
+    far.process.send_signal(signal.SIGINT)
+    assert far.ends(5) == 128 + signal.SIGINT
+    assert far.left() == {} and "Traceback" not in far.output
+
+
+def test_sigterm_drains_the_far_servers_alone(both: Machines, oracle: Answer) -> None:
+    clients = both.under_way(2)
+    both.far.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: both.far.get("/health/ready")[0] == 503, 3)
+    both.pace.release()
+    assert [check_stream(log, oracle) for log in logs(clients)] == [[], []]
+    assert both.far.ends(10) == 0 and both.far.left() == {}
+    assert wait_until(lambda: "have left" in both.near.output, 3) and both.near.get("/health/ready")[0] == 200
+    both.far = both.start_far()
+    both.far.ready()
+
+
+def test_sigterm_where_the_engine_is_drains_all(both: Machines, oracle: Answer) -> None:
+    clients = [*both.under_way(2), *both.under_way(1, both.near)]
+    both.near.process.send_signal(signal.SIGTERM)
+    assert wait_until(lambda: both.far.get("/health/ready")[0] == 503, 3)
+    both.pace.release()
+    assert [check_stream(log, oracle) for log in logs(clients)] == [[], [], []]
+    assert both.far.ends(10) == 0 and both.near.ends(10) == 0
+    assert "the router has ended, and so do these servers" in both.far.output
+    for serving in (both.near, both.far):
+        assert serving.left() == {} and "Traceback" not in serving.output and serving.output.endswith("Stopped.\n")
