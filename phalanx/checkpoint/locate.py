@@ -84,8 +84,9 @@ def locate_text(
     path = None if model is None else _local(model, revision)
     if model is not None and path is None:
         path = hub.fetch_snapshot(model, revision, progress, weights=False)
-    if path is not None and path.is_dir() and not _weight_files(path, _check_links(path)):
-        config = _read_json(path, "config.json")
+    if path is not None and path.is_dir():
+        weights = [name for name in _check_links(path) if name.endswith((".safetensors", ".gguf"))]
+        config = None if weights else _read_json(path, "config.json")
         if config is not None:
             generation = _read_json(path, "generation_config.json") or {}
             return Checkpoint(_folder_name(path), path, "safetensors", (), config, generation)

@@ -170,7 +170,7 @@ class RemoteRouter:
             except EngineLost as error:
                 reason = error.cause
             except OSError as error:
-                reason = error.strerror or reason or "no answer"
+                reason = _in_words(error) or reason or "no answer"
             except (EOFError, BrokenFrame):
                 reason = "it ended the connection"
             now = time.monotonic()
@@ -396,6 +396,12 @@ class RemoteRouter:
         if far is not None:
             far.post(Leaving())
             await self._leave(far)
+
+
+def _in_words(error: OSError) -> str:
+    """As the system says it; nothing for our own limits of time."""
+    known = (error.errno or 0) > 0 and not isinstance(error, TimeoutError)
+    return os.strerror(error.errno or 0) if known else error.strerror or ""
 
 
 class RemoteEngines:

@@ -41,8 +41,10 @@ class Machines:
         arguments = [str(self.model), *sizes, "--router-listen", self.at, *options]
         return self._start(arguments, self._ports[0], {"PHALANX_FAULT": self.pace.fault})
 
-    def start_far(self, *options: str, port: int | None = None, env: dict[str, str] | None = None) -> Serving:
-        arguments = [str(self.model), "--router", self.at, "--api-server-count", "2", *options]
+    def start_far(
+        self, *options: str, model: Path | None = None, port: int | None = None, env: dict[str, str] | None = None
+    ) -> Serving:
+        arguments = [str(model or self.model), "--router", self.at, "--api-server-count", "2", *options]
         return self._start(arguments, port or self._ports[1], env or {})
 
     def _start(self, arguments: list[str], port: int, env: dict[str, str]) -> Serving:
@@ -116,8 +118,9 @@ def test_both_answer_alike_and_tell_of_each_other(both: Machines, oracle: Answer
     before = total(near, "request_success_total")
     clients = both.under_way(3)
     assert wait_until(lambda: both.running() == 3, 5)
+    assert wait_until(lambda: far.status()["requests"]["running"] == 3, 3)
     theirs = far.status()
-    assert theirs["state"] == "ready" and theirs["requests"]["running"] == 3
+    assert theirs["state"] == "ready"
     assert theirs["engines"][0]["pid"] == near.engine() and len(theirs["servers"]) == 2
     (here, there) = near.status()["servers"]
     assert here["node"] == "" and there["node"] and there["pid"] == far.process.pid
@@ -186,8 +189,8 @@ def test_who_does_not_fit_is_told_why(both: Machines, tmp_path: Path) -> None:
     bare = write_tiny_model(tmp_path / "bare")
     (bare / "tokenizer.json").unlink()
     keyless = both.start_far(port=free_port(), env={"PHALANX_TRANSPORT_KEY": "another"})
-    stranger = both.start_far("--model", str(other), port=free_port())
-    without = both.start_far("--model", str(bare), port=free_port())
+    stranger = both.start_far(model=other, port=free_port())
+    without = both.start_far(model=bare, port=free_port())
     _refused(keyless, "transport keys differ", "PHALANX_TRANSPORT_KEY")
     _refused(stranger, "Nodes differ: config.json", "Here the model is tiny")
     _refused(without, "There is no tokenizer in")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from phalanx.checkpoint.locate import locate, locate_tokenizer
+from phalanx.checkpoint.locate import locate, locate_text, locate_tokenizer
 from phalanx.errors import CheckpointError, FormatError, UnsupportedModel
 from tests.helpers.gguf_files import decoder_metadata, decoder_tensors, random_blocks, write_gguf
 
@@ -82,6 +82,25 @@ def test_gguf_file_and_folder_with_one(tmp_path):
     write_gguf(tmp_path / "other.gguf", decoder_metadata("llama"), decoder_tensors())
     with pytest.raises(CheckpointError, match=r"2 \.gguf files.*Name one of them"):
         locate(str(tmp_path))
+
+
+def test_text_needs_no_weights(folder, tmp_path):
+    index(folder, {"t0": "model-00001-of-00001.safetensors"})
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    with pytest.raises(CheckpointError):
+        locate(str(folder))
+    found = locate_text(str(folder))
+    assert (found.name, found.format, found.weight_files) == ("tiny", "safetensors", ())
+    assert (found.config, found.generation_config) == (CONFIG, {"temperature": 0.5})
+    (name,) = shards(folder, 1)
+    assert locate_text(str(folder)).weight_files == (folder / name,), "those that are there are known"
+    gguf = tmp_path / "gguf"
+    gguf.mkdir()
+    (gguf / "config.json").write_text(json.dumps(CONFIG))
+    path = write_gguf(gguf / "a.gguf", decoder_metadata("llama"), decoder_tensors())
+    assert locate_text(str(gguf)).weight_files == (path,), "one file may have the text too"
+    with pytest.raises(CheckpointError, match="no file or folder"):
+        locate_text(str(tmp_path / "nowhere"))
 
 
 def test_relative_and_home_paths(folder, monkeypatch):
