@@ -20,7 +20,10 @@ pytest.register_assert_rewrite("tests.helpers")
 
 from phalanx.config import EngineConfig  # noqa: E402
 
-FOR_WANT_OF_RECOVERY = re.compile(r"The engine process is gone|The engine lost its workers and could not go on")
+FOR_WANT_OF_RECOVERY = re.compile(
+    r"The engine process is gone|The engine lost its workers and could not go on"
+    r"|The connection to the router at \S+ was lost"
+)
 """What a client is told then."""
 
 

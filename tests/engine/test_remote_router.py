@@ -414,9 +414,7 @@ async def test_a_frame_that_was_changed_ends_the_connection() -> None:
 async def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_router, "JOIN_LIMIT_S", 1.0)
     far = ServersSide(free_port())
-    with pytest.raises(
-        ConfigError, match=r"Waited 1 s for the router at 127\.0\.0\.1:\d+, in vain: Connection refused"
-    ):
+    with pytest.raises(ConfigError, match=r"Waited 1 s for the router at .*, in vain: Connection refused"):
         await far.router.start()
     assert far.said[0].startswith("waiting for the router at") and "gives up after 1 s" in far.said[0]
     await far.router.close()

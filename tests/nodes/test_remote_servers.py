@@ -72,6 +72,7 @@ def test_tokens_are_those_of_the_other_host_and_little_listens(machines: Machine
     assert machines.near.status()["servers"][1]["node"] == "host1"
 
 
+@pytest.mark.recovery
 def test_a_link_that_is_cut_and_healed(machines: Machines, oracle: Answer) -> None:
     """Both sides notice within seconds; the engine is free meanwhile, and every stream goes on where it was."""
     near, far = machines.near, machines.far

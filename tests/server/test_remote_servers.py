@@ -132,6 +132,7 @@ def test_both_answer_alike_and_tell_of_each_other(both: Machines, oracle: Answer
     assert far.get("/health/ready")[0] == 200 and near.at_rest(5)
 
 
+@pytest.mark.recovery
 def test_requests_leave_the_engine_when_the_far_servers_hang_and_go_on_when_they_are_back(
     both: Machines, oracle: Answer
 ) -> None:
@@ -146,6 +147,7 @@ def test_requests_leave_the_engine_when_the_far_servers_hang_and_go_on_when_they
     assert wait_until(lambda: both.far.get("/health/ready")[0] == 200, 5)
 
 
+@pytest.mark.recovery
 def test_streams_outlive_the_process_with_the_router(both: Machines, oracle: Answer) -> None:
     clients = both.under_way(3)
     both.near.kill()
