@@ -83,8 +83,9 @@ def test_a_link_that_is_cut_and_healed(machines: Machines, oracle: Answer) -> No
     machines.hosts[1].cut()
     assert wait_until(lambda: far.get("/health/ready")[0] == 503, 6), machines.outputs
     assert wait_until(lambda: near.status()["requests"]["running"] == 1, 6), machines.outputs
-    assert wait_until(lambda: far.status()["state"] == "recovering", 6), machines.outputs
-    assert "The connection to the router at 10.77.0.10:29600" in (far.status()["cause"] or "")
+    why = "The connection to the router at 10.77.0.10:29600 was lost"
+    assert wait_until(lambda: why in (far.status()["cause"] or ""), 6), machines.outputs
+    assert far.status()["state"] == "recovering"
     assert near.get("/health/ready")[0] == 200 and len(near.status()["servers"]) == 1
     assert all(client.is_alive() for client in (mine, *theirs)), "they were too short"
     machines.hosts[1].heal()
