@@ -85,7 +85,7 @@ def test_a_link_that_is_cut_and_healed(machines: Machines, oracle: Answer) -> No
     assert wait_until(lambda: near.status()["requests"]["running"] == 1, 6), machines.outputs
     why = "The connection to the router at 10.77.0.10:29600 was lost"
     assert wait_until(lambda: why in (far.status()["cause"] or ""), 6), machines.outputs
-    assert far.status()["state"] == "recovering"
+    assert far.status()["state"] == "recovering", machines.outputs
     assert near.get("/health/ready")[0] == 200 and len(near.status()["servers"]) == 1
     assert all(client.is_alive() for client in (mine, *theirs)), "they were too short"
     machines.hosts[1].heal()

@@ -26,7 +26,9 @@ KEY = {"PHALANX_TRANSPORT_KEY": "a secret"}
 class Machines:
     """`near` has the engine and one API server, `far` has two API servers; both may be started again."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *options: str, here: tuple[str, ...] = ()):
+        """`options` are given to both, `here` where the engine is."""
+        self._options, self._here = options, here
         self.folder, self.model = folder, write_tiny_model(folder / "tiny")
         self.pace = Pace(folder)
         self.at = f"127.0.0.1:{free_port()}"
@@ -38,7 +40,7 @@ class Machines:
 
     def start_near(self, *options: str) -> Serving:
         sizes = ["--dtype", "float32", "--kv-cache-memory-bytes", "8M"]
-        arguments = [str(self.model), *sizes, "--router-listen", self.at, *options]
+        arguments = [str(self.model), *sizes, "--router-listen", self.at, *self._here, *options]
         return self._start(arguments, self._ports[0], {"PHALANX_FAULT": self.pace.fault})
 
     def start_far(
@@ -49,7 +51,7 @@ class Machines:
 
     def _start(self, arguments: list[str], port: int, env: dict[str, str]) -> Serving:
         self._count += 1
-        return Serving(arguments, self.folder / f"{self._count}.log", env={**KEY, **env}, port=port)
+        return Serving([*arguments, *self._options], self.folder / f"{self._count}.log", env={**KEY, **env}, port=port)
 
     def close(self) -> None:
         self.near.kill()
@@ -238,3 +240,27 @@ def test_sigterm_where_the_engine_is_drains_all(both: Machines, oracle: Answer) 
     assert "the router has ended, and so do these servers" in both.far.output
     for serving in (both.near, both.far):
         assert serving.left() == {} and "Traceback" not in serving.output and serving.output.endswith("Stopped.\n")
+
+
+@pytest.mark.slow
+@pytest.mark.recovery
+def test_replicas_and_several_servers_here_and_there_with_everything_sealed(tmp_path: Path) -> None:
+    made = Machines(tmp_path, "--encrypt-transport", here=("-dp", "2", "-tp", "2", "--api-server-count", "2"))
+    try:
+        oracle = assemble(logs([Client(made.near, "near", ASK)])[0])
+        clients = [*made.under_way(4), *made.under_way(2, made.near)]
+        assert wait_until(lambda: len([s for s in made.near.status()["servers"] if not s["node"]]) == 2, 3)
+        assert len(made.far.status()["engines"]) == 2 and len(made.far.status()["workers"]) == 4
+        os.kill(made.far.engine(), signal.SIGKILL)
+        assert wait_until(lambda: made.far.status()["epoch"] == 1, 5), made.outputs
+        made.far.process.send_signal(signal.SIGSTOP)
+        assert wait_until(lambda: made.running() == 2, 10), made.outputs
+        made.far.process.send_signal(signal.SIGCONT)
+        made.pace.release()
+        assert [check_stream(log, oracle) for log in logs(clients)] == [[]] * 6, made.outputs
+        assert total(made.far, "recoveries_total") == total(made.near, "recoveries_total") == 1
+        made.near.process.send_signal(signal.SIGINT)
+        assert made.far.ends(10) == 0 and made.near.ends(10) == 0
+        assert made.near.left() == {} and made.far.left() == {}
+    finally:
+        made.close()
