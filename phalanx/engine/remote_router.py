@@ -119,6 +119,8 @@ class RemoteRouter:
     async def start(self) -> EngineInfo:
         """Returns when the engines of the router are loaded, which may take as long as waiting for it does. Raises
         ConfigError."""
+        if not self._config.parallel.transport_key:
+            self._say("WARNING: no transport key: anybody who answers at the address of the router is believed.")
         self._keep(self._connect_for_ever())
         return await asyncio.shield(self._first)
 

@@ -205,6 +205,8 @@ def test_config_show_origins_and_hidden_keys(monkeypatch, capsys):
         (["/nowhere.yaml"], "No such file"),
         (["--port", "65536"], "between 0 and 65535"),
         (["--api-server-count", "0"], "between 1 and 64"),
+        (["--router", "a:1", "--router-listen", "10.0.0.1"], "exclude each other"),
+        (["--router", "a:b"], "is not an address"),
         (["--request-timeout", "0"], "above 0"),
         (["--request-timeout", "nan"], "above 0"),
         (["--shutdown-timeout", "-1"], "0 or more"),
@@ -217,3 +219,9 @@ def test_config_show_origins_and_hidden_keys(monkeypatch, capsys):
 def test_config_check_finds_what_no_model_would_mend(arguments, complaint, capsys):
     assert main(["config", "check", *arguments]) == 1
     assert complaint in capsys.readouterr().err
+
+
+def test_who_only_answers_for_others_runs_no_ranks(capsys):
+    node = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
+    assert main(["serve", "--router", "10.0.0.1", "--headless", *node]) == 1
+    assert "--router is for a machine that runs no ranks" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from phalanx.engine.client import EngineOutput
 from phalanx.engine.core_messages import BrokenFrame
 from phalanx.engine.echo import EchoEngine
 from phalanx.engine.front_ends import FrontEnds
+from phalanx.engine.front_messages import Alive
 from phalanx.engine.remote_link import Join, Refused, SealedStream, call, decode_greeting, join_key
 from phalanx.engine.remote_router import RemoteRouter
 from phalanx.engine.remote_servers import RemoteServers, open_door
@@ -188,6 +189,19 @@ async def test_a_former_connection_of_the_same_servers_is_given_up() -> None:
         assert guests.life == 3 and near.running == 0
 
 
+async def test_two_groups_may_use_the_same_ids() -> None:
+    async with both() as (near, far):
+        other = ServersSide(near.door.getsockname()[1])
+        await other.router.start()
+        asked = [ask(side, "same") for side in (far, other)]
+        await until(lambda: near.running == 2)
+        await far.router.abort("same")
+        await asyncio.gather(*(task for _, task in asked))
+        assert [found[-1].finish_reason for found, _ in asked] == ["abort", "length"]
+        assert tokens_of(asked[1][0]) == echoed(400)
+        await other.router.close()
+
+
 async def test_what_nobody_reads_any_more_leaves_the_engine() -> None:
     async with both() as (near, far):
         stream = far.router.generate(engine_request(max_tokens=LONG))
@@ -313,6 +327,12 @@ async def test_a_wrong_key_is_said_at_once(options: dict[str, Any], says: str) -
     await near.close()
 
 
+async def test_without_a_key_both_sides_warn(caplog: pytest.LogCaptureFixture) -> None:
+    async with both(transport_key=None) as (_, far):
+        assert "WARNING: no transport key" in far.said[0]
+        assert "No transport key: ANYBODY who can reach" in caplog.text
+
+
 def _changed(survey: Survey, **changes: Any) -> Survey:
     return Survey({}, [*survey.files[:-1], msgspec.structs.replace(survey.files[-1], **changes)])
 
@@ -404,8 +424,8 @@ async def test_a_frame_that_was_changed_ends_the_connection() -> None:
     async with both() as (_, far):
         connection = far.router._far
         assert connection is not None
-        sealed = connection._stream._secure.seal(1, memoryview(b"\x81\xa4type\xa5alive"))  # type: ignore[attr-defined]
-        data = bytearray(b"".join(sealed))
+        words = memoryview(msgspec.msgpack.encode(Alive(1)))
+        data = bytearray(b"".join(connection._stream._secure.seal(1, words)))  # type: ignore[attr-defined]
         data[-1] ^= 1
         connection._stream._writer.write(data)
         await until(lambda: far.router._far is not connection, 5)
