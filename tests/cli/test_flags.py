@@ -28,7 +28,7 @@ SAMPLES: dict[str, tuple[str, object]] = {
     "worker_resources": ("fast=1.5", ("fast=1.5",)),
     "worker_labels": ("zone=a", ("zone=a",)),
     "router": ("10.0.0.1", "10.0.0.1:29600"),
-    "router_listen": ("[fd00::1]:80", "[fd00::1]:80"),
+    "router_listen": ("10.0.0.2:80", "10.0.0.2:80"),
     "speculative_config": (
         '{"method": "ngram", "num_speculative_tokens": 3}',
         '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 5, "prompt_lookup_min": 5}',
