@@ -99,6 +99,8 @@ class RemoteRouter:
         """Set once nothing helps any more."""
         self._cause: str | None = None
         """Why there is none now."""
+        self._reason = ""
+        """What became of the latest call."""
         self._status = EngineStatus(state="loading", since=time.time(), heartbeat=time.time())
         """The latest known."""
         self._cursors: dict[str, Cursor] = {}
@@ -175,7 +177,7 @@ class RemoteRouter:
                 reason = _in_words(error) or reason or "no answer"
             except (EOFError, BrokenFrame):
                 reason = "it ended the connection"
-            now = time.monotonic()
+            now, self._reason = time.monotonic(), reason
             if now >= began + limit:
                 raise ConfigError(
                     f"Waited {limit:g} s for the router at {self.at}, in vain: {reason}.",
@@ -196,7 +198,7 @@ class RemoteRouter:
         except BaseException:
             await self._leave(far)
             raise
-        self._far, self._cause = far, None
+        self._far, self._cause, self._reason = far, None, ""
         self._wake()
         return far
 
@@ -375,6 +377,8 @@ class RemoteRouter:
             status.state, status.cause = "failed", self._gone.message
         elif self._first.done():
             status.state, status.cause = "recovering", self._cause
+            if self._cause and self._reason:
+                status.cause = f"{self._cause} It was called again: {self._reason}."
         return status
 
     async def lost(self) -> EngineLost:

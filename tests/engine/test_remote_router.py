@@ -165,6 +165,7 @@ async def test_streams_go_on_at_another_life_of_the_router() -> None:
     await until(lambda: len(found) > 20)
     await near.close()
     await until(lambda: far.router.status().state == "recovering")
+    await until(lambda: (far.router.status().cause or "").endswith("It was called again: Connection refused."))
     late, later = ask(far, "late", 20)
     await until(lambda: bool(late))
     assert not late[0].token_ids and late[0].error is None, "accepted, and waits"
