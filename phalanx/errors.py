@@ -7,6 +7,7 @@
     │   ├── RequestTooLarge         413  a body above the limit
     │   ├── ModelNotFound           404  a model name that is not served
     │   ├── ConfigError             400  a flag, variable or file of ours
+    │   │   └── ClusterMissing           it names a cluster that is not there; later it may be
     │   ├── CheckpointError         400  model files: missing, unreadable, contradictory
     │   │   ├── FormatError              a file that breaks its own format
     │   │   └── UnsupportedModel         a family, dtype or quantisation we do not have
@@ -79,6 +80,10 @@ class ModelNotFound(UserError):
 
 class ConfigError(UserError):
     code = "invalid_config"
+
+
+class ClusterMissing(ConfigError):
+    pass
 
 
 class CheckpointError(UserError):

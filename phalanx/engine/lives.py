@@ -26,7 +26,7 @@ from phalanx.checkpoint.fingerprint import changed
 from phalanx.config import RecoveryConfig
 from phalanx.engine.client import EngineClient, EngineInfo, EngineLost, EngineRequest, EngineStatus, Recovery
 from phalanx.engine.recovery import KEPT, Recoveries
-from phalanx.errors import NotEnoughMemory, PhalanxError
+from phalanx.errors import ClusterMissing, NotEnoughMemory, PhalanxError
 from phalanx.executor.base import NoCapacity, WorkerDied
 from phalanx.sampling_params import SamplingParams
 
@@ -304,6 +304,6 @@ def _as_death(error: PhalanxError) -> WorkerDied:
     node = platform.node()
     if isinstance(error, EngineLost):
         return WorkerDied(ENGINE_RANK, error.cause, node=node, kind=error.kind, silent=error.silent)
-    if isinstance(error, NotEnoughMemory):
+    if isinstance(error, NotEnoughMemory | ClusterMissing):
         return NoCapacity(ENGINE_RANK, error.message, missing=error.message, node=node)
     return WorkerDied(ENGINE_RANK, error.message.rstrip("."), node=node)

@@ -133,7 +133,7 @@ class Recoveries:
             if not self.waits_for_devices:
                 left = max(0.0, self.time_left(now))
                 log.warning(
-                    "The model does not fit what is left: %s. Trying again for %.0f s; %s.",
+                    "What is left is not enough to go on: %s. Trying again for %.0f s; %s.",
                     error.missing.rstrip("."), left, _waiting(open_requests),
                 )  # fmt: skip
             self._change(plan="wait", missing=error.missing, estimate=None)

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from phalanx import env
-from phalanx.errors import ConfigError
+from phalanx.errors import ClusterMissing, ConfigError
 from phalanx.executor.interfaces import is_loopback
 from phalanx.executor.ray_reaper import MARK
 
@@ -183,7 +183,7 @@ def _address(asked: str | None = None) -> str | None:
                 fix=f"Run on a node of the cluster, with {who} set to the head's address and port (host:6379).",
             )
         if not _answers(wanted):
-            raise ConfigError(
+            raise ClusterMissing(
                 f"{who} is {wanted}, where nothing answers.",
                 fix="Start the cluster (`ray start --head`), correct the address, or unset it to use a local cluster.",
             )
@@ -240,7 +240,7 @@ def _join(ray: ModuleType, address: str) -> None:
 
     found: Any = services
     if not found.find_node_ids():  # Ray would look for one of them for a minute
-        raise _refused(address, "no Ray node runs on this machine")
+        raise _no_node_here(address)
     speaks_tls = _speaks_tls(address)
     if speaks_tls is not None and speaks_tls != env.ray_uses_tls():  # Ray would try for minutes
         says = "wants TLS, and RAY_USE_TLS is not set here" if speaks_tls else "has no TLS, and RAY_USE_TLS is set here"
@@ -256,7 +256,16 @@ def _join(ray: ModuleType, address: str) -> None:
             ray.init(address=address, log_to_driver=False, configure_logging=False, **options)
     except Exception as error:
         text = " ".join(_line(cause) for cause in _causes(error))
+        if "No node info found" in text:  # there are nodes here, of other clusters
+            raise _no_node_here(address) from error
         raise _refused(address, text) from error
+
+
+def _no_node_here(address: str) -> ClusterMissing:
+    return ClusterMissing(
+        f"The Ray cluster at {address} cannot be joined: no Ray node of it runs on this machine.",
+        fix="`ray start --address=…` makes this machine one.",
+    )
 
 
 def _refused(address: str, text: str) -> ConfigError:

@@ -155,10 +155,10 @@ def test_a_slow_node_gets_a_smaller_share(bed: RayHosts, model: Path, want: list
     bed.node(2, cpus=CPUS[2])
 
 
-def refused(bed: RayHosts, model: Path, **options: Any) -> str:
+def refused(bed: RayHosts, model: Path, *, kind: str = "ConfigError", **options: Any) -> str:
     with bed.executor(model, tensor_parallel_size=2, placement_strategy="SPREAD", **options) as ranks:
         answer = ranks.answer()
-        assert answer.get("error") == "ConfigError", answer
+        assert answer.get("error") == kind, answer
         return str(answer["text"])
 
 
@@ -189,5 +189,5 @@ def test_a_wrong_token(bed: RayHosts, model: Path) -> None:
 
 
 def test_a_machine_that_is_no_node(bed: RayHosts, model: Path) -> None:
-    text = refused(bed, model, on=1, on_its_own=True)
-    assert "no Ray node runs on this machine" in text and "ray start --address" in text
+    text = refused(bed, model, kind="ClusterMissing", on=1, on_its_own=True)
+    assert "no Ray node of it runs on this machine" in text and "ray start --address" in text

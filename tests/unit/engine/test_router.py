@@ -13,7 +13,7 @@ from phalanx.engine.client import EngineLost, EngineOutput, Recovery, request_er
 from phalanx.engine.cursor import Cursor
 from phalanx.engine.echo import EchoEngine
 from phalanx.engine.router import Router
-from phalanx.errors import EngineDead, NotEnoughMemory, PhalanxError
+from phalanx.errors import ClusterMissing, EngineDead, NotEnoughMemory, PhalanxError
 from phalanx.step import TokenLogprobs
 from tests.helpers.engine_requests import collect, collect_until, engine_request, tokens_of
 from tests.helpers.processes import until
@@ -313,16 +313,18 @@ async def test_when_nothing_helps_every_stream_ends_and_the_cause_is_named(quick
         await collect(router.generate(engine_request()))
 
 
-async def test_while_memory_is_missing_new_requests_are_refused_and_accepted_ones_wait(quick, monkeypatch):
+@pytest.mark.parametrize(
+    "missing", [NotEnoughMemory("It needs 3 GB, 1 GB is free."), ClusterMissing("RAY_ADDRESS is a:1, where nobody is.")]
+)
+async def test_while_something_is_missing_new_requests_are_refused_and_accepted_ones_wait(quick, monkeypatch, missing):
     monkeypatch.setattr(recovery_module, "CAPACITY_S", 0.02)
-    small = {"refuse_to_start": NotEnoughMemory("It needs 3 GB, 1 GB is free.")}
-    router, _family = await revived({"die_after": 2}, *[small] * 12, {})
+    router, _family = await revived({"die_after": 2}, *[{"refuse_to_start": missing}] * 12, {})
     accepted = asyncio.create_task(collect(router.generate(engine_request(max_tokens=5))))
     await until(lambda: router.status().recovery is not None and router.status().recovery.plan == "wait")
-    assert "3 GB" in router.status().recovery.missing
+    assert missing.message in router.status().recovery.missing
     (refusal,) = await collect(router.generate(engine_request("late")))
     assert (refusal.error.status, refusal.error.retry_after is not None) == (503, True)
-    assert "3 GB" in refusal.error.message
+    assert missing.message.rstrip(".") in refusal.error.message
     assert tokens_of(await accepted) == [1, 2, 3, 1, 2]
     await router.close()
 
