@@ -22,7 +22,6 @@ from tests.helpers.pace import Pace
 from tests.helpers.plans import GREEDY
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
-from tests.helpers.scopes import module_or_test
 from tests.helpers.serving import Client, Serving
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.worker_model import HEADS
@@ -84,14 +83,14 @@ def pace(tmp_path_factory: pytest.TempPathFactory) -> Pace:
     return Pace(tmp_path_factory.mktemp("pace"))
 
 
-@pytest.fixture(scope=module_or_test)
-def served(bed: RayHosts, pace: Pace, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    folder = tmp_path_factory.mktemp("served")
-    arguments = [str(write_tiny_model(folder / "tiny")), "-tp", "3", "--placement-strategy", "SPREAD"]
+@pytest.fixture
+def served(bed: RayHosts, pace: Pace, tmp_path: Path) -> Iterator[Serving]:
+    """It takes all places, which other tests need."""
+    arguments = [str(write_tiny_model(tmp_path / "tiny")), "-tp", "3", "--placement-strategy", "SPREAD"]
     arguments += ["--distributed-executor-backend", "ray", "--dtype", "float32", "--replacement-timeout", "2"]
     own = {"PHALANX_HOST_IP": bed.hosts[0].address, "PHALANX_FAULT": pace.fault}
     head, variables = bed.hosts[0], {**bed.env, **own}
-    serving = Serving(arguments, folder / "log", env=variables, start=head.start, network=head.network)
+    serving = Serving(arguments, tmp_path / "log", env=variables, start=head.start, network=head.network)
     try:
         serving.ready()
         yield serving
