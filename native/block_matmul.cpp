@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "calls.hpp"
 #include "team.hpp"
@@ -258,25 +259,33 @@ void unpack_row(int kind_number, const std::uint8_t* packed, std::size_t output,
   }
 }
 
-// Rows `ids` - `start` of what the parts make up, one after the other, as float32 [count, inputs]; zeros for those that
-// they do not have.
-void unpack(Address ids, std::size_t count, std::int64_t start, std::size_t inputs, std::size_t lead, Address parts,
-            std::size_t part_count, Address y) {
+}  // namespace
+
+void look_up_block_rows(Address ids, std::size_t count, std::int64_t start, std::size_t inputs, std::size_t lead,
+                        Address parts, std::size_t part_count, Address y, int type) {
   const BlockPart* part = at_address<const BlockPart>(parts);
+  const Number number = static_cast<Number>(type);
+  const std::size_t bytes = inputs * (number == Number::f32 ? 4 : 2);
   parallel_for((count + 7) / 8, [&](std::size_t task) {
+    thread_local std::vector<float> held;
+    held.resize(inputs);
     for (std::size_t i = task * 8; i < count && i < task * 8 + 8; ++i) {
       const std::int64_t row = at_address<const std::int64_t>(ids)[i] - start;
-      float* to = at_address<float>(y) + i * inputs;
+      char* to = at_address<char>(y) + i * bytes;
       std::size_t p = 0;
       while (p < part_count && !(part[p].column <= row && row < part[p].column + part[p].outputs)) ++p;
-      if (p == part_count)
-        std::memset(to, 0, inputs * sizeof(float));
-      else
-        unpack_row(static_cast<int>(part[p].kind), reinterpret_cast<const std::uint8_t*>(part[p].packed),
-                   row - part[p].column, inputs, lead, part[p].phase, static_cast<int>(part[p].shift), to);
+      if (p == part_count) {
+        std::memset(to, 0, bytes);
+        continue;
+      }
+      unpack_row(static_cast<int>(part[p].kind), reinterpret_cast<const std::uint8_t*>(part[p].packed),
+                 row - part[p].column, inputs, lead, part[p].phase, static_cast<int>(part[p].shift), held.data());
+      block_matmul().round(held.data(), number, to, inputs);
     }
   });
 }
+
+namespace {
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
@@ -362,7 +371,7 @@ void bind_block_matmul(nb::module_& m) {
   const auto free = nb::call_guard<nb::gil_scoped_release>();
   m.def("block_packed_bytes", &packed_bytes);
   m.def("block_pack", &pack, free);
-  m.def("block_unpack", &unpack, free);
+  m.def("block_unpack", &look_up_block_rows, free);
   m.def("block_matmul", &multiply_blocks, free);
 }
 

@@ -96,6 +96,8 @@ struct BlockMatmul {
   // Rows row_begin to row_end of y, for the outputs of some groups of one part.
   void (*multiply)(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
                    std::size_t row_begin, std::size_t row_end);
+  // `count` numbers in another type.
+  void (*round)(const float* x, Number type, void* y, std::size_t count);
 };
 
 PHALANX_DECLARE_TABLES(BlockMatmul, block_matmul)

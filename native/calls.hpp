@@ -32,4 +32,11 @@ void multiply_blocks(Address x, std::size_t x_stride, std::size_t rows, std::siz
                      Address parts, std::size_t count, Address y, std::size_t y_stride, int y_type, Address bias,
                      int bias_type);
 
+// Rows `ids` - `start` of a packed matrix, or of BlockParts one below the other: y [count, inputs], zeros for those that it
+// does not have. Types are Numbers.
+void look_up_packed_rows(Address packed, Address ids, std::int64_t start, Address y, std::size_t count,
+                         std::size_t outputs, std::size_t depth, int type);
+void look_up_block_rows(Address ids, std::size_t count, std::int64_t start, std::size_t inputs, std::size_t lead,
+                        Address parts, std::size_t part_count, Address y, int type);
+
 }  // namespace phalanx

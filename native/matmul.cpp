@@ -217,8 +217,10 @@ void copy_rows(const T* packed, const std::int64_t* ids, std::int64_t start, T* 
   });
 }
 
-void packed_rows(Address packed, Address ids, std::int64_t start, Address y, std::size_t count, std::size_t outputs,
-             std::size_t depth, int type) {
+}  // namespace
+
+void look_up_packed_rows(Address packed, Address ids, std::int64_t start, Address y, std::size_t count,
+                         std::size_t outputs, std::size_t depth, int type) {
   if (static_cast<Type>(type) == Type::f32)
     copy_rows(at_address<float>(packed), at_address<std::int64_t>(ids), start, at_address<float>(y), count, outputs,
                  depth);
@@ -227,12 +229,10 @@ void packed_rows(Address packed, Address ids, std::int64_t start, Address y, std
                  at_address<std::uint16_t>(y), count, outputs, depth);
 }
 
-}  // namespace
-
 void bind_matmul(nb::module_& m) {
   m.def("matmul", &multiply_packed, nb::call_guard<nb::gil_scoped_release>());
   m.def("pack_matrix", &pack, nb::call_guard<nb::gil_scoped_release>());
-  m.def("packed_rows", &packed_rows, nb::call_guard<nb::gil_scoped_release>());
+  m.def("packed_rows", &look_up_packed_rows, nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace phalanx

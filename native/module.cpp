@@ -6,6 +6,7 @@ namespace phalanx {
 
 void bind_attention(nb::module_& m);
 void bind_block_matmul(nb::module_& m);
+void bind_decoding(nb::module_& m);
 void bind_matmul(nb::module_& m);
 void bind_pointwise(nb::module_& m);
 void bind_request_rows(nb::module_& m);
@@ -33,6 +34,7 @@ NB_MODULE(_native, m) {
   m.def("team_size", &team_size);
   bind_attention(m);
   bind_block_matmul(m);
+  bind_decoding(m);
   bind_matmul(m);
   bind_pointwise(m);
   bind_request_rows(m);

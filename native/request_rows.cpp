@@ -1,31 +1,14 @@
 // The rows of a step: what a plan changes in the table of requests (phalanx/worker/request_table.py), and what the model
 // gets of it. Here is what happens in nearly every step; a plan that does not fit is left to the twin, which knows what
 // is wrong with it.
+#include "request_rows.hpp"
+
 #include <nanobind/stl/pair.h>
 
 #include <cstring>
-#include <vector>
-
-#include "bindings.hpp"
 
 namespace phalanx {
 namespace {
-
-constexpr std::int32_t kOnDevice = -1, kNoToken = -2;
-
-// As phalanx.kernels.request_rows.TableView lays it out.
-struct Table {
-  const std::uint8_t *active, *penalised;
-  std::int32_t* tokens;
-  std::int64_t token_width;
-  std::int64_t *length, *prompt, *computed;
-  std::int32_t* blocks;
-  std::int64_t block_width;
-  std::int64_t* num_blocks;
-  std::int32_t* sampled;
-  std::int64_t slots, max_length, block_size, pool_blocks, vocab;
-};
-static_assert(sizeof(Table) == 16 * 8, "all entries are 64 bits wide");
 
 template <typename T>
 std::vector<T> numbers(const nb::bytes& data) {
@@ -34,18 +17,21 @@ std::vector<T> numbers(const nb::bytes& data) {
   return values;
 }
 
-// False, and nothing is changed, when the twin has to do it.
-bool advance_rows(Address table_address, const nb::bytes& slot_data, const nb::bytes& count_data,
-                  const nb::bytes& last_data, const nb::bytes& block_row_data, const nb::bytes& block_data,
-                  Address slots_out, Address starts_out, Address counts_out, Address samples_out) {
-  const Table& table = *at_address<Table>(table_address);
-  const auto slots = numbers<std::uint16_t>(slot_data), counts = numbers<std::uint16_t>(count_data);
-  const auto block_rows = numbers<std::uint16_t>(block_row_data);
-  const auto last = numbers<std::int32_t>(last_data), blocks = numbers<std::int32_t>(block_data);
+}  // namespace
+
+PlanRows::PlanRows(const nb::bytes& slot_data, const nb::bytes& count_data, const nb::bytes& last_data,
+                   const nb::bytes& block_row_data, const nb::bytes& block_data)
+    : slots(numbers<std::uint16_t>(slot_data)), counts(numbers<std::uint16_t>(count_data)),
+      block_rows(numbers<std::uint16_t>(block_row_data)), last(numbers<std::int32_t>(last_data)),
+      blocks(numbers<std::int32_t>(block_data)) {
   const std::size_t rows = slots.size();
-  if (slot_data.size() != 2 * rows || count_data.size() != 2 * rows || last_data.size() != 4 * rows ||
-      block_row_data.size() != 2 * block_rows.size() || block_data.size() != 4 * block_rows.size())
-    return false;
+  fit_ = slot_data.size() == 2 * rows && count_data.size() == 2 * rows && last_data.size() == 4 * rows &&
+         block_row_data.size() == 2 * block_rows.size() && block_data.size() == 4 * block_rows.size();
+}
+
+bool PlanRows::can_advance(const RequestTable& table) const {
+  if (!fit_) return false;
+  const std::size_t rows = slots.size();
   std::vector<std::int32_t> extra(rows);
   for (std::size_t i = 0; i < block_rows.size(); ++i) {
     if (block_rows[i] >= rows || blocks[i] < 0 || blocks[i] >= table.pool_blocks) return false;
@@ -64,20 +50,38 @@ bool advance_rows(Address table_address, const nb::bytes& slot_data, const nb::b
     const std::int64_t needed = table.computed[slot] + counts[i], have = table.num_blocks[slot] + extra[i];
     if (counts[i] < 1 || needed > length || have * table.block_size < needed || have > table.block_width) return false;
   }
+  return true;
+}
+
+void PlanRows::advance(const RequestTable& table) const {
   for (std::size_t i = 0; i < block_rows.size(); ++i) {
     const std::size_t slot = slots[block_rows[i]];
     table.blocks[slot * table.block_width + table.num_blocks[slot]++] = blocks[i];
   }
-  for (std::size_t i = 0; i < rows; ++i) {
+  for (std::size_t i = 0; i < size(); ++i) {
     const std::size_t slot = slots[i];
-    if (last[i] != kNoToken) {
-      table.tokens[slot * table.token_width + table.length[slot]++] = last[i] == kOnDevice ? table.sampled[slot] : last[i];
-      table.sampled[slot] = kNoToken;
-    }
+    if (last[i] == kNoToken) continue;
+    table.tokens[slot * table.token_width + table.length[slot]++] = last[i] == kOnDevice ? table.sampled[slot] : last[i];
+    table.sampled[slot] = kNoToken;
+  }
+}
+
+namespace {
+
+// False, and nothing is changed, when the twin has to do it.
+bool advance_rows(Address table_address, const nb::bytes& slots, const nb::bytes& counts, const nb::bytes& last,
+                  const nb::bytes& block_rows, const nb::bytes& blocks, Address slots_out, Address starts_out,
+                  Address counts_out, Address samples_out) {
+  const RequestTable& table = *at_address<RequestTable>(table_address);
+  const PlanRows rows(slots, counts, last, block_rows, blocks);
+  if (!rows.can_advance(table)) return false;
+  rows.advance(table);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::size_t slot = rows.slots[i];
     at_address<std::int64_t>(slots_out)[i] = static_cast<std::int64_t>(slot);
     at_address<std::int64_t>(starts_out)[i] = table.computed[slot];
-    at_address<std::int64_t>(counts_out)[i] = counts[i];
-    at_address<bool>(samples_out)[i] = table.computed[slot] + counts[i] == table.length[slot];
+    at_address<std::int64_t>(counts_out)[i] = rows.counts[i];
+    at_address<bool>(samples_out)[i] = table.computed[slot] + rows.counts[i] == table.length[slot];
   }
   return true;
 }
@@ -98,7 +102,7 @@ std::pair<std::int64_t, std::int64_t> size_rows(Address starts, Address counts, 
 void gather_rows(Address table_address, Address slots, Address starts, Address counts, std::size_t rows,
                  std::int64_t width, Address tokens, Address positions, Address query_start, Address contexts,
                  Address prompts, Address blocks, Address places) {
-  const Table& table = *at_address<Table>(table_address);
+  const RequestTable& table = *at_address<RequestTable>(table_address);
   std::int64_t at = 0;
   at_address<std::int64_t>(query_start)[0] = 0;
   for (std::size_t i = 0; i < rows; ++i) {

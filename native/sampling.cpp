@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings.hpp"
+#include "choosing.hpp"
 #include "team.hpp"
 
 namespace phalanx {
@@ -16,14 +17,7 @@ namespace {
 constexpr std::int64_t kSearched = 1024;  // of more candidates, those that can win are searched first
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-struct Row {
-  const float* logits;
-  int vocab;
-  std::uint32_t first;  // token of column 0
-  double temperature, top_p, min_p;
-  std::int64_t top_k;
-  std::uint64_t key;
-};
+using Row = LogitsRow;
 
 std::uint32_t mix(std::uint32_t word) {
   word ^= word >> 16;
@@ -31,6 +25,12 @@ std::uint32_t mix(std::uint32_t word) {
   word ^= word >> 15;
   word *= 0x846ca68bu;
   return word ^ (word >> 16);
+}
+
+std::uint64_t mix(std::uint64_t word) {
+  word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9u;
+  word = (word ^ (word >> 27)) * 0x94d049bb133111ebu;
+  return word ^ (word >> 31);
 }
 
 std::uint32_t word_of(const Row& row, int column) {
@@ -200,26 +200,38 @@ int draw(const Row& row, Best best) {
   return -1;
 }
 
-// For each row the largest logit, and the token: the first of the largest where the temperature is 0 (or null), else one that is drawn; -1
-// where the largest logit is not a finite number.
+}  // namespace
+
+std::int64_t choose_token(const LogitsRow& row, float& best_value) {
+  const Best best = sampling().best(row.logits, row.vocab);
+  best_value = best.value;
+  if (!std::isfinite(best.value)) return -1;
+  const int column = row.temperature > 0 ? draw(row, best) : best.column;
+  return column < 0 ? -1 : static_cast<std::int64_t>(column) + row.first;
+}
+
+std::uint64_t row_key(std::uint64_t seed, std::uint64_t choice, std::uint64_t position, std::uint64_t purpose) {
+  constexpr std::uint64_t kGamma = 0x9e3779b97f4a7c15u;
+  std::uint64_t state = mix(seed + kGamma);
+  for (const std::uint64_t word : {choice, position, purpose}) state = mix((state ^ word) + kGamma);
+  return state;
+}
+
+namespace {
+
+// As choose_token, of each row; rows draw nothing where `temperature` is null.
 void choose_tokens(Address logits, std::size_t rows, int vocab, std::uint32_t first, Address temperature, Address top_k,
             Address top_p, Address min_p, Address keys, Address tokens, Address bests) {
   parallel_for(rows, [&](std::size_t i) {
     Row row = {at_address<float>(logits) + i * vocab, vocab, first, 0, 1, 0, 0, 0};
-    if (temperature) row.temperature = at_address<double>(temperature)[i];
-    const Best best = sampling().best(row.logits, vocab);
-    int column = best.column;
-    if (!std::isfinite(best.value)) {
-      column = -1;
-    } else if (row.temperature > 0) {
+    if (temperature) {
+      row.temperature = at_address<double>(temperature)[i];
       row.top_p = at_address<double>(top_p)[i];
       row.min_p = at_address<double>(min_p)[i];
       row.top_k = at_address<std::int64_t>(top_k)[i];
       row.key = at_address<std::uint64_t>(keys)[i];
-      column = draw(row, best);
     }
-    at_address<float>(bests)[i] = best.value;
-    at_address<std::int64_t>(tokens)[i] = column < 0 ? -1 : static_cast<std::int64_t>(column) + first;
+    at_address<std::int64_t>(tokens)[i] = choose_token(row, at_address<float>(bests)[i]);
   });
 }
 
@@ -254,23 +266,12 @@ void logprobs(Address logits, std::size_t rows, int vocab, Address columns, std:
   });
 }
 
-std::uint64_t mix(std::uint64_t word) {
-  word = (word ^ (word >> 30)) * 0xbf58476d1ce4e5b9u;
-  word = (word ^ (word >> 27)) * 0x94d049bb133111ebu;
-  return word ^ (word >> 31);
-}
-
-// phalanx/sampling/random.py.
 void row_keys(Address seeds, Address choices, Address positions, std::uint64_t purpose, std::size_t rows,
               Address keys) {
-  constexpr std::uint64_t kGamma = 0x9e3779b97f4a7c15u;
-  for (std::size_t i = 0; i < rows; ++i) {
-    std::uint64_t state = mix(at_address<std::uint64_t>(seeds)[i] + kGamma);
-    for (const std::uint64_t word :
-         {at_address<std::uint64_t>(choices)[i], at_address<std::uint64_t>(positions)[i], purpose})
-      state = mix((state ^ word) + kGamma);
-    at_address<std::uint64_t>(keys)[i] = state;
-  }
+  for (std::size_t i = 0; i < rows; ++i)
+    at_address<std::uint64_t>(keys)[i] =
+        row_key(at_address<std::uint64_t>(seeds)[i], at_address<std::uint64_t>(choices)[i],
+                at_address<std::uint64_t>(positions)[i], purpose);
 }
 
 }  // namespace

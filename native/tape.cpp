@@ -2,6 +2,8 @@
 
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <tuple>
 
@@ -19,12 +21,11 @@ std::size_t whole_lines(std::size_t bytes) { return (bytes + kLine - 1) / kLine 
 // Where the buffers of a step are.
 struct Tape::Room {
   Address at[kBuffers];
-  std::size_t item;
   Address operator[](Buffer buffer) const { return at[static_cast<int>(buffer)]; }
 };
 
 Tape::Tape(int type, int hidden, int wide, int inner)
-    : type_(type), hidden_(hidden), widths_{hidden, hidden, hidden, wide, inner} {}
+    : type_(type), hidden_(hidden), widths_{hidden, hidden, hidden, wide, inner, 0} {}
 
 Tape::Entry& Tape::add(Kind kind, int from, int to) {
   if (from < 0 || to < 0 || from >= kBuffers || to >= kBuffers) throw std::invalid_argument("there is no such buffer");
@@ -33,6 +34,25 @@ Tape::Entry& Tape::add(Kind kind, int from, int to) {
   entry.from = static_cast<Buffer>(from);
   entry.to = static_cast<Buffer>(to);
   return entry;
+}
+
+void Tape::look_up_plain(Address weights) {
+  add(Kind::plain_rows, static_cast<int>(Buffer::stream), static_cast<int>(Buffer::stream)).first = weights;
+}
+
+void Tape::look_up_packed(Address weights, int depth, int outputs) {
+  Entry& entry = add(Kind::packed_rows, static_cast<int>(Buffer::stream), static_cast<int>(Buffer::stream));
+  entry.first = weights;
+  entry.depth = depth;
+  entry.width = outputs;
+}
+
+void Tape::look_up_blocks(Address parts, int count, int inputs, int lead) {
+  Entry& entry = add(Kind::block_rows, static_cast<int>(Buffer::stream), static_cast<int>(Buffer::stream));
+  entry.first = parts;
+  entry.count = count;
+  entry.depth = inputs;
+  entry.lead = lead;
 }
 
 void Tape::norm(int x, int delta, Address weight, Address bias, int to, double eps, int layer, int types) {
@@ -91,24 +111,28 @@ void Tape::add_bias(Address bias) {
 
 std::size_t Tape::workspace_bytes(std::size_t rows) const {
   std::size_t bytes = 0;
-  for (int b = 1; b < kBuffers; ++b) bytes += whole_lines(rows * widths_[b] * (type_ == 1 ? 2 : 4));
+  for (int b = 1; b < kBuffers; ++b) bytes += whole_lines(rows * widths_[b] * (type_ == 1 ? 2 : 4));  // no logits
   return bytes;
 }
 
 Tape::Room Tape::room(const TapeStep& step) const {
   Room room;
-  room.item = type_ == 1 ? 2 : 4;
   room.at[0] = step.stream;
   Address at = step.workspace;
   for (int b = 1; b < kBuffers; ++b) {
     room.at[b] = at;
-    at += whole_lines(step.rows * widths_[b] * room.item);
+    at += whole_lines(step.rows * widths_[b] * (type_ == 1 ? 2 : 4));
   }
+  room.at[static_cast<int>(Buffer::logits)] = step.logits;
   return room;
 }
 
 bool Tape::adds_delta() const {
   return !entries_.empty() && entries_[0].kind == Kind::norm && entries_[0].delta != Buffer::none;
+}
+
+bool Tape::attends() const {
+  return std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) { return entry.kind == Kind::attend; });
 }
 
 void Tape::add_delta(const TapeStep& step) const {
@@ -125,7 +149,7 @@ int Tape::play(const TapeStep& step, const Placing& placing, int entry, bool arr
       play(next, step, placing, room);
       continue;
     }
-    const std::int64_t bytes = step.rows * hidden_ * room.item;
+    const std::int64_t bytes = step.rows * hidden_ * item(Buffer::delta, type_);
     begun = step.exchange != nullptr && step.exchange->takes(bytes);
     if (!begun) return static_cast<int>(i);
     if (!arrived) {
@@ -140,8 +164,22 @@ int Tape::play(const TapeStep& step, const Placing& placing, int entry, bool arr
 }
 
 void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room) const {
-  const Address from = room[entry.from], to = room[entry.to], part = to + entry.column * room.item;
+  const Address from = room[entry.from], to = room[entry.to], part = to + entry.column * item(entry.to, type_);
+  const bool wide = entry.to == Buffer::logits;
   switch (entry.kind) {
+    case Kind::plain_rows: {
+      const std::size_t bytes = hidden_ * item(entry.to, type_);
+      for (std::size_t row = 0; row < step.rows; ++row)
+        std::memcpy(at_address<char>(to) + row * bytes,
+                    at_address<char>(entry.first) + at_address<std::int64_t>(step.ids)[row] * bytes, bytes);
+      break;
+    }
+    case Kind::packed_rows:
+      look_up_packed_rows(entry.first, step.ids, 0, to, step.rows, entry.width, entry.depth, type_);
+      break;
+    case Kind::block_rows:
+      look_up_block_rows(step.ids, step.rows, 0, entry.depth, entry.lead, entry.first, entry.count, to, type_);
+      break;
     case Kind::norm: {
       // A block's first norm adds what the block before has left, if there is one.
       const bool adds = entry.delta != Buffer::none && (&entry != entries_.data() || placing.added);
@@ -151,11 +189,11 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
     }
     case Kind::packed:
       phalanx::multiply_packed(from, entry.depth, entry.first, entry.second, part, entry.pitch, step.rows, entry.depth,
-                               entry.width, type_, false);
+                               entry.width, type_, wide);
       break;
     case Kind::blocks:
       phalanx::multiply_blocks(from, entry.depth, step.rows, entry.depth, entry.lead, type_, entry.first, entry.count,
-                               part, entry.pitch, type_, entry.second, entry.types);
+                               part, entry.pitch, wide ? 0 : type_, entry.second, entry.types);
       break;
     case Kind::attend: {
       const Turn& turn = placing.turn;
@@ -175,8 +213,22 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
 }
 
 void Reel::thread(std::vector<const AttentionLayer*> layers) {
-  if (!layers.empty() && layers.size() != blocks_.size()) throw std::invalid_argument("each block has one cache");
-  layers_ = std::move(layers);
+  std::vector<const AttentionLayer*> threaded;
+  std::size_t used = 0;
+  if (!layers.empty())
+    for (const ReelBlock& block : blocks_) {
+      const bool attends = block.tape->attends();
+      if (attends && used == layers.size()) throw std::invalid_argument("a block has no cache");
+      threaded.push_back(attends ? layers[used++] : nullptr);
+    }
+  if (used != layers.size()) throw std::invalid_argument("a cache has no block");
+  layers_ = std::move(threaded);
+}
+
+std::size_t Reel::workspace_bytes(std::size_t rows) const {
+  std::size_t bytes = 0;
+  for (const ReelBlock& block : blocks_) bytes = std::max(bytes, block.tape->workspace_bytes(rows));
+  return bytes;
 }
 
 Reel::Place Reel::play(const TapeStep& step, Place from, int most) const {
@@ -203,6 +255,9 @@ void bind_tape(nb::module_& m) {
                     std::int64_t, std::int64_t, bool>());
   nb::class_<Tape>(m, "Tape")
       .def(nb::init<int, int, int, int>())
+      .def("look_up_plain", &Tape::look_up_plain)
+      .def("look_up_packed", &Tape::look_up_packed)
+      .def("look_up_blocks", &Tape::look_up_blocks)
       .def("norm", &Tape::norm)
       .def("multiply_packed", &Tape::multiply_packed)
       .def("multiply_blocks", &Tape::multiply_blocks)
@@ -218,7 +273,7 @@ void bind_tape(nb::module_& m) {
         std::vector<Turn> made;
         for (const auto& turn : turns)
           made.push_back({std::get<0>(turn), std::get<1>(turn), std::get<2>(turn), std::get<3>(turn)});
-        new (self) TapeStep{workspace, stream, rows, &plan, std::move(made), std::move(factors), exchange};
+        new (self) TapeStep{workspace, stream, rows, &plan, std::move(made), std::move(factors), exchange, 0, 0};
       }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none());
   nb::class_<Reel>(m, "Reel")
       .def("__init__", [](Reel* self, const std::vector<std::tuple<const Tape*, bool, int, int>>& blocks) {
@@ -228,6 +283,7 @@ void bind_tape(nb::module_& m) {
         new (self) Reel(std::move(made));
       })
       .def("thread", &Reel::thread)
+      .def("workspace_bytes", &Reel::workspace_bytes)
       .def("play", [](const Reel& reel, const TapeStep& step, int block, int entry, int stop, int most) {
         const Reel::Place place = reel.play(step, {block, entry, static_cast<Reel::Stop>(stop)}, most);
         return std::make_tuple(place.block, place.entry, static_cast<int>(place.stop));

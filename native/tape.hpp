@@ -1,9 +1,9 @@
 // A tape: the kernels of a decoder's block one after the other, written down once and played each step. A reel: the tapes
-// of a rank's blocks, played in one call or a few.
+// of a rank's blocks, played in one call or a few. What is before the blocks, and what is behind them, may be tapes too.
 //
-// Tensors between them are buffers: the residual stream, which is the caller's, and four in the workspace behind each
-// other, [rows, width] each, the one that is left to add to the stream first. So the tapes of all blocks share a
-// workspace, and a block's delta is where the next one takes it from.
+// Tensors between them are buffers: the residual stream and the logits, which are the caller's, and four in the workspace
+// behind each other, [rows, width] each, the one that is left to add to the stream first. So the tapes of all blocks share
+// a workspace, and a block's delta is where the next one takes it from. Logits are float32, all others of one type.
 #pragma once
 
 #include <cstddef>
@@ -15,8 +15,8 @@
 
 namespace phalanx {
 
-enum class Buffer : int { stream, delta, normed, wide, inner, none };
-constexpr int kBuffers = 5;
+enum class Buffer : int { stream, delta, normed, wide, inner, logits, none };
+constexpr int kBuffers = 6;
 
 // A rotation, as attend_merged takes it.
 struct Turn {
@@ -26,18 +26,19 @@ struct Turn {
 
 // What differs from step to step. What it points to is the caller's.
 struct TapeStep {
-  Address workspace, stream;  // both aligned to 64 bytes
-  std::size_t rows;
-  AttentionPlan* plan;
+  Address workspace = 0, stream = 0;  // both aligned to 64 bytes
+  std::size_t rows = 0;
+  AttentionPlan* plan = nullptr;
   std::vector<Turn> turns;
   std::vector<Address> factors;  // of queries
-  Exchange* exchange;            // null: the caller adds up
+  Exchange* exchange = nullptr;  // null: the caller adds up
+  Address ids = 0, logits = 0;   // int64 [rows], for tapes that look up; for one that ends in logits
 };
 
 // What differs from block to block in a step.
 struct Placing {
   bool added;  // whether there is a delta from the block before
-  const AttentionLayer* layer;
+  const AttentionLayer* layer;  // null without attention
   Turn turn;
   Address factor;
 };
@@ -48,6 +49,10 @@ class Tape {
   Tape(int type, int hidden, int wide, int inner);
 
   // In the order of the calls:
+  // The stream is rows of a table whose ids are the step's: plain, a packed matrix of so many, or `parts` of blocks.
+  void look_up_plain(Address weights);
+  void look_up_packed(Address weights, int depth, int outputs);
+  void look_up_blocks(Address parts, int count, int inputs, int lead);
   void norm(int x, int delta, Address weight, Address bias, int to, double eps, int layer, int types);
   // `to` [rows, pitch] from `column` on; the weights are packed, or `parts` of blocks.
   void multiply_packed(int x, int to, int column, int pitch, Address weights, Address bias, int depth, int outputs);
@@ -67,9 +72,10 @@ class Tape {
   // Before it, where it does not add the delta of the block before itself.
   void add_delta(const TapeStep& step) const;
   bool adds_delta() const;
+  bool attends() const;
 
  private:
-  enum class Kind { norm, packed, blocks, attend, activate, sum, bias };
+  enum class Kind { plain_rows, packed_rows, block_rows, norm, packed, blocks, attend, activate, sum, bias };
   struct Entry {
     Kind kind;
     Buffer from = Buffer::none, to = Buffer::none, delta = Buffer::none;
@@ -81,6 +87,7 @@ class Tape {
   };
   struct Room;
 
+  static constexpr int item(Buffer buffer, int type) { return buffer == Buffer::logits || type == 0 ? 4 : 2; }
   Entry& add(Kind kind, int from, int to);
   Room room(const TapeStep& step) const;
   void play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room) const;
@@ -98,7 +105,7 @@ struct ReelBlock {
 class Reel {
  public:
   explicit Reel(std::vector<ReelBlock> blocks) : blocks_(std::move(blocks)) {}
-  // Each block's cache, or nothing.
+  // The caches of the blocks that have attention, in their order; or nothing.
   void thread(std::vector<const AttentionLayer*> layers);
   // Where it stopped, and why: `sum` to be made or `wait`ed for, as Tape::play says, or a `pause` after `most` blocks.
   enum class Stop { sum, wait, pause, end };
@@ -107,6 +114,7 @@ class Reel {
     Stop stop = Stop::pause;
   };
   Place play(const TapeStep& step, Place from, int most) const;
+  std::size_t workspace_bytes(std::size_t rows) const;
 
  private:
   std::vector<ReelBlock> blocks_;

@@ -390,8 +390,23 @@ void quantize(const void* x, Number type, std::size_t columns, std::size_t lead,
   }
 }
 
+template <typename T>
+void round_row(const float* x, T* y, std::size_t count) {
+  std::size_t i = 0;
+  for (; i + 16 <= count; i += 16) store16(y + i, load16(x + i));
+  if (i < count) store_some(y + i, load_some(x + i, static_cast<int>(count - i)), static_cast<int>(count - i));
+}
+
+void round(const float* x, Number type, void* y, std::size_t count) {
+  switch (type) {
+    case Number::f32: return round_row(x, static_cast<float*>(y), count);
+    case Number::bf16: return round_row(x, static_cast<bf16*>(y), count);
+    case Number::f16: return round_row(x, static_cast<f16*>(y), count);
+  }
+}
+
 }  // namespace
 
-const BlockMatmul block_matmul = {quantize, multiply};
+const BlockMatmul block_matmul = {quantize, multiply, round};
 
 }  // namespace phalanx::PHALANX_ISA

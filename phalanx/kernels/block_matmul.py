@@ -190,11 +190,13 @@ class BlockProduct:
         float32 to `dtype`. Zeros for ids outside. Raises ValueError for anything but a vector of int64."""
         if ids.dtype is not torch.int64 or ids.dim() != 1 or not ids.is_contiguous() or not ids.is_cpu:
             raise ValueError("ids have to be a contiguous vector of int64")
-        y = torch.empty(len(ids), self._inner)
-        self._library.block_unpack(ids.data_ptr(), len(ids), start, self._inner, self.lead, *self.parts, y.data_ptr())
+        y = torch.empty(len(ids), self._inner, dtype=dtype)
+        self._library.block_unpack(
+            ids.data_ptr(), len(ids), start, self._inner, self.lead, *self.parts, y.data_ptr(), NUMBERS[dtype]
+        )
         if self._order is not None:
             y = y.new_empty(len(ids), self.inputs + 1).index_copy_(1, self._order, y)[:, : self.inputs]
-        return y if dtype is torch.float32 else y.to(dtype)
+        return y
 
 
 def block_matmul_twin(

@@ -19,9 +19,9 @@ from phalanx.kernels.library import native
 from phalanx.kernels.matmul import PackedMatrix
 from phalanx.kernels.pointwise import ACTIVATIONS, NORM_TYPES
 
-STREAM, DELTA, NORMED, WIDE, INNER = range(5)
-"""Buffers: the residual stream, what is left to add to it, and three of use within a block."""
-_NONE = 5
+STREAM, DELTA, NORMED, WIDE, INNER, LOGITS = range(6)
+"""Buffers: the residual stream, what is left to add to it, three of use within a block, and float32 logits."""
+_NONE = 6
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -43,17 +43,18 @@ class Place(NamedTuple):
 
 
 class Tape:
-    """One block. Holds on to the tensors whose addresses it has."""
+    """One block, or what is before or behind them. Holds on to the tensors whose addresses it has."""
 
-    def __init__(self, dtype: torch.dtype, hidden: int, wide: int, inner: int):
-        """`wide` and `inner` numbers in a row of these buffers. Raises CannotRecord."""
+    def __init__(self, dtype: torch.dtype, hidden: int, wide: int = 0, inner: int = 0, logits: int = 0):
+        """`wide`, `inner` and `logits` numbers in a row of these buffers. Raises CannotRecord."""
         library = native()
         if library is None or dtype not in _TYPES:
             raise CannotRecord(f"there are no kernels for {dtype} here")
         self.dtype = dtype
         self.hidden = hidden
-        self._room = (hidden, hidden, hidden, wide, inner)
-        self._width = [hidden, hidden, 0, 0, 0]
+        self.logits = logits
+        self._room = (hidden, hidden, hidden, wide, inner, logits)
+        self._width = [hidden, hidden, 0, 0, 0, 0]
         """Of what is in each buffer now."""
         self.attends = (0, 0)
         """Numbers of query, key and value of a token, and of a head."""
@@ -61,6 +62,21 @@ class Tape:
         self._held: list[Any] = []
 
     # -- recording
+
+    def look_up(self, table: PackedMatrix | BlockProduct | torch.Tensor | None) -> None:
+        """The stream is the rows of a table that the step's tokens name. None: it is not in one piece."""
+        if table is None or (not isinstance(table, BlockProduct) and table.dtype is not self.dtype):
+            raise CannotRecord(f"there is no table of {self.dtype}")
+        width = table.shape[1] if isinstance(table, torch.Tensor) else table.inputs
+        if width != self.hidden:
+            raise ValueError(f"the rows of a table have {width} numbers, a token has {self.hidden}")
+        self._held.append(table)
+        if isinstance(table, BlockProduct):
+            self.native.look_up_blocks(*table.parts, width, table.lead)
+        elif isinstance(table, torch.Tensor):
+            self.native.look_up_plain(self._address(table))
+        else:
+            self.native.look_up_packed(table.data.data_ptr(), width, table.outputs)
 
     def norm(
         self, x: int, delta: int | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
@@ -161,7 +177,7 @@ class ReelBlock(NamedTuple):
 
 
 class Reel:
-    """The tapes of a rank's blocks."""
+    """The tapes of a rank's blocks, and of what is before and behind them."""
 
     def __init__(self, blocks: Sequence[ReelBlock]):
         library = native()
@@ -169,9 +185,9 @@ class Reel:
             raise CannotRecord("blocks are computed in different types")
         self._library = library
         self._blocks = tuple(blocks)
-        self._reel = library.Reel([(b.tape.native, b.leaves_delta, b.turn, b.factor) for b in blocks])
+        self.native = library.Reel([(b.tape.native, b.leaves_delta, b.turn, b.factor) for b in blocks])
         self._layers: Sequence[PagedLayer] = ()
-        self._narrowest = 0
+        self.narrowest = 0
         """Of their heads."""
         self._room = (0, 0)
         """Tokens of the last step, and the bytes of workspace that they took."""
@@ -180,18 +196,19 @@ class Reel:
         """These are the blocks' caches, or there are none. Raises ValueError for those of other shapes."""
         if layers is None:
             self._layers = ()
-            self._reel.thread([])
+            self.native.thread([])
             return
-        for block, layer in zip(self._blocks, layers, strict=True):
+        attending = [block for block in self._blocks if block.tape.attends != (0, 0)]
+        for block, layer in zip(attending, layers, strict=True):
             if (layer.width, layer.dim) != block.tape.attends:
                 raise ValueError("a layer of attention is not of the recorded shape")
         self._layers = layers  # held on to
-        self._narrowest = min(layer.dim for layer in layers)
-        self._reel.thread([layer.layer for layer in layers])
+        self.narrowest = min(layer.dim for layer in layers)
+        self.native.thread([layer.layer for layer in layers])
 
     def workspace_bytes(self, rows: int) -> int:
         if self._room[0] != rows:
-            self._room = rows, max(block.tape.native.workspace_bytes(rows) for block in self._blocks)
+            self._room = rows, self.native.workspace_bytes(rows)
         return self._room[1]
 
     def begin(
@@ -210,12 +227,12 @@ class Reel:
             raise ValueError("the stream, its workspace or the factors do not fit the step")
         return self._library.TapeStep(
             workspace.data_ptr(), stream.data_ptr(), step.tokens, step.plan,
-            [step.rotation(turn, self._narrowest) for turn in turns], [f.data_ptr() for f in factors], exchange,
+            [step.rotation(turn, self.narrowest) for turn in turns], [f.data_ptr() for f in factors], exchange,
         )  # fmt: skip
 
     def play(self, step: Any, place: Place, most: int) -> Place:
         """On from `place`, where what it stopped for is done, for `most` blocks."""
-        return Place(*self._reel.play(step, *place, most))
+        return Place(*self.native.play(step, *place, most))
 
 
 def exchange_of(rounds: Sequence[Any]) -> Any:

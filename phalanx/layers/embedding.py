@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.distributed.partition import Partition
+from phalanx.kernels.tape import LOGITS, CannotRecord, Tape
 from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import LinearContext
@@ -54,6 +55,18 @@ class VocabularyTable(Layer):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, width] -> float32 [R, this rank's part of the vocabulary]."""
         return self.scheme.apply(self.storage, hidden, self.bias, wide=True)
+
+    def record_embed(self, tape: Tape) -> None:
+        """`embed`, to the stream. Raises CannotRecord."""
+        if self.split:
+            raise CannotRecord("a token table is split")
+        tape.look_up(self.scheme.table(self.storage))
+
+    def record_logits(self, tape: Tape, x: int) -> None:
+        """`logits` of the whole vocabulary, from a buffer. Raises CannotRecord."""
+        if self.split:
+            raise CannotRecord("an output head is split")
+        tape.multiply(x, self.scheme.matrices(self.storage), self.bias, LOGITS)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
         """All ranks' logits side by side: [R, whole vocabulary]."""

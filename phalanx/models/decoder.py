@@ -21,12 +21,14 @@ from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.partition import Partition
 from phalanx.distributed.pulse import Pulse
+from phalanx.kernels.tape import DELTA, NORMED, STREAM, CannotRecord, Tape
 from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.embedding import PositionTable, VocabularyTable
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import LinearContext, ReplicatedLinear
 from phalanx.layers.weights import Loadable
 from phalanx.models.blocks import BlockContext, Step, make_block, make_norm
+from phalanx.models.decoding import Decoding
 from phalanx.models.rope import make_rotary
 from phalanx.models.spec import DecoderSpec, kv_head_bytes
 from phalanx.models.split import Split
@@ -139,10 +141,9 @@ class Decoder(Layer):
         """
         x = self._embed(token_ids, positions) if hidden is None else hidden
         step = self._prepare(positions, layout)
-        if not self._recorded:  # the weights are there by now
-            self.tapes, self._recorded = record(self.blocks, self.groups.tp), True
-        if self.tapes is not None:
-            x, delta = self.tapes.play(x, caches, step, self.pulse.beat)
+        tapes = self._recording()
+        if tapes is not None:
+            x, delta = tapes.play(x, caches, step, self.pulse.beat)
         else:
             x, delta = self._compute(x, caches, step)
         return x if delta is None else x.add_(delta)
@@ -155,6 +156,30 @@ class Decoder(Layer):
             x, delta = block.forward(x, delta, cache, step)
             self.pulse.beat()
         return x, delta
+
+    def decoding(self, caches: list[LayerCache]) -> Decoding | None:
+        """The steps in which each request has one token to compute; None where they are no other than all steps."""
+        spec = self.spec
+        outside = (self.project_in, self.project_out, self.positions, self._embedding_scale, spec.logit_soft_cap)
+        if self.embedding is None or self.head is None or any(part is not None for part in outside):
+            return None
+        tapes = self._recording()
+        if tapes is None or self._log_positions or not all(rotary.one_class for rotary in self._rotaries):
+            return None
+        try:
+            first, last = Tape(self.dtype, spec.hidden_size), Tape(self.dtype, spec.hidden_size, logits=spec.vocab_size)
+            self.embedding.record_embed(first)
+            if self.final_norm is not None:
+                self.final_norm.record(last, STREAM, DELTA, NORMED)
+            self.head.record_logits(last, STREAM if self.final_norm is None else NORMED)
+            return Decoding(tapes, first, last, caches, self._rotaries, self.pulse)
+        except CannotRecord:
+            return None
+
+    def _recording(self) -> Tapes | None:
+        if not self._recorded:  # the weights are there by now
+            self.tapes, self._recorded = record(self.blocks, self.groups.tp), True
+        return self.tapes
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of the last stage -> float32 [R, vocabulary], on every tensor rank."""

@@ -22,6 +22,12 @@ _TOGETHER = 8
 _FEW_TOKENS = 64
 """More of them are computed block by block: each takes its time."""
 
+
+def together(tokens: int) -> int:
+    """How many blocks a call plays."""
+    return _TOGETHER if tokens <= _FEW_TOKENS else 1
+
+
 _KEPT_SHAPES = 256
 
 
@@ -32,15 +38,16 @@ class Tapes:
         """Raises CannotRecord."""
         scaled = sorted({block.log_positions for block in blocks if block.log_positions is not None})
         self._scaled = scaled
-        self._reel = Reel([
+        self.blocks = [
             ReelBlock(
                 block.record(), block.leaves_delta, -1 if block.turn is None else block.turn,
                 -1 if block.log_positions is None else scaled.index(block.log_positions),
             )
             for block in blocks
-        ])  # fmt: skip
+        ]  # fmt: skip
+        self._reel = Reel(self.blocks)
         self._leaves_delta = blocks[-1].leaves_delta
-        self._group = group
+        self.group = group
         self._caches: Sequence[LayerCache] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._deltas: dict[int, torch.Tensor] = {}
@@ -60,15 +67,15 @@ class Tapes:
         x = x.contiguous()
         delta = self._delta(x)
         factors = [step.query_factors[positions] for positions in self._scaled]
-        reel, most = self._reel, _TOGETHER if len(x) <= _FEW_TOKENS else 1
+        reel, most = self._reel, together(len(x))
         playing = reel.begin(self._memory, x, step.plan, step.turns, factors, self._connect(x.dtype))
         place = Place()
         while (place := reel.play(playing, place, most)).stop != END:
             if place.stop == PAUSE:
                 beat()
             elif place.stop == WAIT:
-                self._group.join_round()
-            elif (total := self._group.all_reduce(delta)) is not delta:
+                self.group.join_round()
+            elif (total := self.group.all_reduce(delta)) is not delta:
                 delta.copy_(total)
         beat()
         return x, delta if self._leaves_delta else None
@@ -92,7 +99,7 @@ class Tapes:
         return found
 
     def _connect(self, dtype: torch.dtype) -> Any:
-        rounds = self._group.rounds(dtype) if self._group.size > 1 else None
+        rounds = self.group.rounds(dtype) if self.group.size > 1 else None
         if rounds is not self._rounds:
             self._rounds, self._exchange = rounds, None if rounds is None else exchange_of(rounds)
         return self._exchange

@@ -83,6 +83,10 @@ class Scheme(Protocol):
         it has all."""
         ...
 
+    def table(self, storage: Storage) -> PackedMatrix | BlockProduct | torch.Tensor | None:
+        """What `look_up` finds rows in; None where it is more than one thing."""
+        ...
+
     def nbytes(self, storage: Storage) -> int: ...
 
 
@@ -115,6 +119,10 @@ class Unquantized:
     def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
         weight = storage["weight"]
         return F.embedding(ids, weight) if start is None else rows_twin(weight, ids, start)
+
+    def table(self, storage: Storage) -> PackedMatrix | BlockProduct | torch.Tensor | None:
+        weight: torch.Tensor = storage["weight"]
+        return weight
 
     def nbytes(self, storage: Storage) -> int:
         weight: torch.Tensor = storage["weight"]
@@ -150,6 +158,10 @@ class Packed(Unquantized):
     def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
         matrix: PackedMatrix = storage["packed"]
         return matrix.rows(ids, start or 0)
+
+    def table(self, storage: Storage) -> PackedMatrix | BlockProduct | torch.Tensor | None:
+        matrix: PackedMatrix = storage["packed"]
+        return matrix
 
     def nbytes(self, storage: Storage) -> int:
         held: PackedMatrix | torch.Tensor = storage["packed"] if "packed" in storage else storage["weight"]

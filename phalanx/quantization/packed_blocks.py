@@ -201,8 +201,7 @@ class PackedBlockScheme:
 
     def look_up(self, storage: Storage, ids: torch.Tensor, start: int | None) -> torch.Tensor:
         matrix: _Matrix = storage["matrix"]
-        found = torch.zeros(len(ids), matrix.inputs, dtype=matrix.dtype)
-        first = start or 0
+        first, found = start or 0, None
         for piece in matrix.pieces:
             if isinstance(piece, BlockProduct):
                 rows = piece.rows(ids, first, matrix.dtype)
@@ -210,9 +209,15 @@ class PackedBlockScheme:
                 rows = self._plain.look_up(piece.storage, ids, first)
             if len(matrix.pieces) == 1:
                 return rows
-            found += rows  # zeros where another piece has the row
+            found = rows if found is None else found.add_(rows)  # zeros where another piece has the row
             first += piece.outputs
-        return found
+        return torch.empty(len(ids), matrix.inputs, dtype=matrix.dtype) if found is None else found
+
+    def table(self, storage: Storage) -> PackedMatrix | BlockProduct | torch.Tensor | None:
+        piece = storage["run"]
+        if isinstance(piece, BlockProduct):
+            return None if piece.reorders else piece
+        return None if piece is None else self._plain.table(piece.storage)
 
     def nbytes(self, storage: Storage) -> int:
         pieces = storage["matrix"].pieces

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.kernels.decoding import SamplingView
 from phalanx.sampling.penalties import TokenCounts
 from phalanx.step import SamplingState
 
@@ -70,7 +72,7 @@ class SamplingTable:
         """The slot has constraints other than `min_tokens`."""
         self.penalised = np.zeros(slots, np.bool_)
         self.plain = np.zeros(slots, np.bool_)
-        """The slot takes the largest of the model's own logits, and nothing else is asked of it."""
+        """The slot draws from the model's own logits, and nothing else is asked of it."""
         self._constraints: list[Constraints | None] = [None] * slots
 
     def admit(self, slot: int, state: SamplingState, tokens: NDArray[np.int32], num_prompt: int) -> None:
@@ -118,7 +120,14 @@ class SamplingTable:
         self.constrained[slot] = penalised or bool(allowed.size or bias_ids.size or bad_words)
         self.penalised[slot] = penalised
         unasked = not self.min_tokens[slot] and state.logprobs < 0 and state.prompt_logprobs < 0
-        self.plain[slot] = state.temperature < GREEDY_BELOW and unasked and not self.constrained[slot]
+        self.plain[slot] = unasked and not self.constrained[slot]
+
+    @cached_property
+    def view(self) -> SamplingView:
+        return SamplingView(
+            plain=self.plain, temperature=self.temperature, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k,
+            choice=self.choice, seed=self.seed,
+        )  # fmt: skip
 
     def _has(self, tokens: NDArray[_Tokens]) -> NDArray[np.bool_]:
         return (tokens >= self.span[0]) & (tokens < self.span[1])

@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 
 from phalanx.attention.base import StepLayout
 from phalanx.models.decoder import Decoder
+from phalanx.models.decoding import Decoding
 from phalanx.sampling.logprobs import token_logprobs
 from phalanx.sampling.sampler import NO_CANDIDATE, NO_SCORES, Sampled, SamplingBatch, sample
 from phalanx.sampling.split_vocabulary import SplitSampler
-from phalanx.step import NO_TOKEN, PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs
+from phalanx.step import NO_TOKEN, PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs, pack
 from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.request_table import RequestTable, StepInputs, StepRows
 from phalanx.worker.stage_link import StageLink
 from phalanx.worker.verification import Places, standing
+
+_NO_TOKEN = pack([NO_TOKEN])
 
 _HEAD_ELEMENTS = 2**23
 """Most logits computed at once for prompt log-probabilities: 32 MiB."""
@@ -43,6 +46,8 @@ class ModelRunner:
         self.worked_s = 0.0
         """Of the last step, without waiting for the stage before."""
         self._waited_s = 0.0
+        self._decoding: Decoding | None = None
+        self._recorded = False
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -51,6 +56,8 @@ class ModelRunner:
         Raises ValueError for a plan that contradicts itself.
         """
         began = time.perf_counter()
+        if (decoded := self._decoded(plan)) is not None:
+            return self._decoded_result(plan, decoded, began)
         rows = self.table.apply(plan)
         masks = _unpack_masks(plan, self.table.vocab_size)
         failures = {failure.slot: failure for failure in rows.failures}
@@ -91,6 +98,27 @@ class ModelRunner:
             failures=list(failures.values()),
             compute_s=compute_s,
         )
+
+    def _decoded(self, plan: StepPlan) -> bytes | None:
+        """The tokens of a step that computes one token of each row, and whose rows ask for nothing but the next; None,
+        with nothing changed, for other steps."""
+        rows = plan.rows
+        if plan.admissions or plan.released or plan.mask_rows or plan.masks or rows.accepted_rows or rows.proposed_rows:
+            return None
+        if not self._recorded:
+            self._decoding, self._recorded = self.decoder.decoding(self.pool.caches), True
+        if self._decoding is None:
+            return None
+        return self._decoding.run(self.table.view, self.table.sampling.view, rows)
+
+    def _decoded_result(self, plan: StepPlan, tokens: bytes, began: float) -> StepResult:
+        slots, failures = plan.rows.slots, []
+        if _NO_TOKEN in tokens:
+            which, drawn = np.frombuffer(slots, "<u2"), np.frombuffer(tokens, "<i4")
+            failures = [RowFailure(slot, NO_SCORES) for slot in which[drawn == NO_TOKEN].tolist()]
+            slots, tokens = (numbers[drawn != NO_TOKEN].tobytes() for numbers in (which, drawn))
+        self.worked_s = time.perf_counter() - began
+        return StepResult(plan.epoch, plan.step_id, slots, tokens, failures=failures, compute_s=self.worked_s)
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Hidden states [T, hidden], and where each row's tokens end in them."""

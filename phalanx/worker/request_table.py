@@ -118,24 +118,28 @@ class RequestTable:
         """As `_advance`; None, with nothing changed, where that has to do it."""
         if not kernels.serves():
             return None
-        if plan.admissions or self._view is None:
-            self._view = self._look()
+        if plan.admissions:
+            self._view = None
         rows = plan.rows
         done = kernels.advance(
-            self._view, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows, rows.new_blocks
+            self.view, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows, rows.new_blocks
         )
         if done is None:
             return None
         slots, start, counts, samples = done
         return StepRows(np.arange(len(slots)), slots, start, counts, samples)
 
-    def _look(self) -> kernels.TableView:
-        return kernels.TableView(
-            active=self.active, penalised=self.sampling.penalised, tokens=self.tokens, length=self.length,
-            num_prompt=self.num_prompt, computed=self.computed, block_table=self.block_table,
-            num_blocks=self.num_blocks, sampled=self.sampled, max_length=self.max_model_len,
-            block_size=self.block_size, blocks=self.blocks, vocab_size=self.vocab_size,
-        )  # fmt: skip
+    @property
+    def view(self) -> kernels.TableView:
+        """For native calls before the next `apply`."""
+        if self._view is None:
+            self._view = kernels.TableView(
+                active=self.active, penalised=self.sampling.penalised, tokens=self.tokens, length=self.length,
+                num_prompt=self.num_prompt, computed=self.computed, block_table=self.block_table,
+                num_blocks=self.num_blocks, sampled=self.sampled, max_length=self.max_model_len,
+                block_size=self.block_size, blocks=self.blocks, vocab_size=self.vocab_size,
+            )  # fmt: skip
+        return self._view
 
     def release(self, slot: int) -> None:
         """The slot is free. What its row holds is not cleared: `admit` overwrites or bounds all of it."""

@@ -70,7 +70,22 @@ def decoding(worker: Worker, rows: int) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_step_is_a_few_calls(worker: Worker, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_single_tokens_is_no_operator(worker: Worker, rows: int) -> None:
+    run = decoding(worker, rows)
+    run()
+    native_steps = worker._runner._decoding._steps._native
+    calls: list[str] = []
+    spies = {name: counted(getattr(native_steps, name), name, calls) for name in ("begin", "play", "tokens")}
+    worker._runner._decoding._steps._native = SimpleNamespace(**spies)
+    with Operators() as operators:
+        run()
+    assert calls == ["begin", *["play"] * -(-(LAYERS + 2) // 8), "tokens"]
+    assert not operators.seen
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_any_other_step_is_a_few_calls(worker: Worker, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker._runner._decoding, worker._runner._recorded = None, True
     run = decoding(worker, rows)
     run()  # what is made once for a number of rows is there then
     library, calls = native(), []
@@ -79,8 +94,8 @@ def test_a_step_is_a_few_calls(worker: Worker, rows: int, monkeypatch: pytest.Mo
         if callable(function) and not isinstance(function, type):
             monkeypatch.setattr(library, name, counted(function, name, calls))
     reel = worker._runner.decoder.tapes._reel
-    play = counted(reel._reel.play, "play", calls)
-    monkeypatch.setattr(reel, "_reel", SimpleNamespace(play=play))
+    play = counted(reel.native.play, "play", calls)
+    monkeypatch.setattr(reel, "native", SimpleNamespace(play=play))
     with Operators() as operators:
         run()
     assert calls.count("play") == -(-LAYERS // 8)

@@ -1,0 +1,80 @@
+"""Steps in which each request computes its last token and samples the next, from the table of requests to the tokens.
+
+What is between is a reel from the token table to the logits (`phalanx.kernels.tape`); so Python sees nothing of the
+step but pauses. The twin, for all other steps too, is `phalanx.worker.model_runner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from phalanx.kernels.library import native
+from phalanx.kernels.request_rows import TableView
+from phalanx.kernels.tape import CannotRecord, Place, Reel
+from phalanx.step import Rows
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class SamplingView:
+    """Addresses of the columns of how requests sample, which have to stay where they are. Raises ValueError where types
+    or shapes do not fit."""
+
+    def __init__(
+        self, *, plain: NDArray[np.bool_], temperature: NDArray[np.float64], top_p: NDArray[np.float64],
+        min_p: NDArray[np.float64], top_k: NDArray[np.int64], choice: NDArray[np.int64], seed: NDArray[np.uint64],
+    ):  # fmt: skip
+        columns: Sequence[tuple[NDArray[Any], type[np.generic]]] = (
+            (plain, np.bool_), (temperature, np.float64), (top_p, np.float64), (min_p, np.float64),
+            (top_k, np.int64), (choice, np.int64), (seed, np.uint64),
+        )  # fmt: skip
+        for array, dtype in columns:
+            if array.dtype != dtype or array.shape != plain.shape or not array.flags.c_contiguous:
+                raise ValueError(f"a column of the table has to be neighbouring {dtype.__name__}, one a slot")
+        self.arrays = tuple(array for array, _ in columns)
+        self._numbers = np.array([array.ctypes.data for array in self.arrays], np.int64)
+        self.address = self._numbers.ctypes.data
+
+
+class Decoding:
+    def __init__(
+        self, reel: Reel, rotaries: Sequence[tuple[torch.Tensor, float]], dtype: torch.dtype, hidden: int, vocab: int
+    ):
+        """`reel` is threaded. `rotaries` are float32 frequencies [dim / 2] and a factor, as in `pointwise.turns`.
+        Raises CannotRecord."""
+        library = native()
+        if library is None or dtype not in _TYPES:
+            raise CannotRecord(f"there are no kernels for {dtype} here")
+        for inverse, _ in rotaries:
+            if inverse.dtype is not torch.float32 or inverse.dim() != 1 or not inverse.is_contiguous():
+                raise CannotRecord("frequencies have to be a vector of float32")
+            if 2 * len(inverse) > reel.narrowest:
+                raise CannotRecord("a rotation is wider than a head")
+        self._held = reel, rotaries
+        self._native = library.Decoding(
+            reel.native, [(inverse.data_ptr(), factor, len(inverse)) for inverse, factor in rotaries],
+            _TYPES[dtype], hidden, vocab,
+        )  # fmt: skip
+
+    def begin(self, table: TableView, how: SamplingView, rows: Rows) -> bool:
+        """Change the table by the plan's rows, which have no accepted or proposed tokens. False, and nothing is
+        changed, when they do not fit, compute anything but a last token, or sample in another way than `how` says."""
+        done: bool = self._native.begin(
+            table.address, how.address, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows, rows.new_blocks
+        )
+        return done
+
+    def play(self, place: Place, most: int) -> Place:
+        """As `Reel.play`; the table and `how` of the beginning are still there. At the end the rows' tokens are
+        computed, and the table has those sampled."""
+        return Place(*self._native.play(*place, most))
+
+    def tokens(self) -> bytes:
+        """int32, of each row: the one sampled, or `NO_TOKEN` where the scores are not finite numbers."""
+        found: bytes = self._native.tokens()
+        return found

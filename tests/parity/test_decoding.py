@@ -1,0 +1,164 @@
+"""Steps of one token each are computed from the table of requests to the tokens in native calls, and give what they
+give when each part is called: the same results, and the same table behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from phalanx.kernels.library import native
+from phalanx.models.decoder import Decoder
+from phalanx.quantization.base import choose_scheme
+from phalanx.sampling.sampler import NO_SCORES
+from phalanx.step import ON_DEVICE, RowFailure, SamplingState, StepPlan, StepResult
+from phalanx.worker.kv_pool import KVPool
+from phalanx.worker.model_runner import ModelRunner
+from phalanx.worker.request_table import RequestTable
+from tests.helpers.decoders import decoder_of, random_ids
+from tests.helpers.plans import GREEDY, Run, admission, plan
+from tests.helpers.tiny_gguf import to_gguf
+from tests.helpers.tiny_models import FAMILIES, tiny_checkpoint
+
+if native() is None:
+    pytest.skip("the native library was not built", allow_module_level=True)
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+BLOCK = 4
+WAYS = {
+    2: GREEDY,
+    0: SamplingState(temperature=0.8, seed=3, choice=2),
+    3: SamplingState(temperature=1.3, top_k=9, top_p=0.9, min_p=0.02, seed=2**63 + 5),
+}
+"""By slot."""
+ALONE = {"llama", "llama-biased", "mistral", "phi3", "qwen2", "qwen3"}
+"""Families with nothing between the tables and the blocks, and one class of prompts."""
+
+
+class Both:
+    """A runner that computes such steps natively, and one that never does."""
+
+    def __init__(self, *decoders: Decoder):
+        self.natively = 0
+        self.runners = [self._runner(decoder) for decoder in decoders]
+        first, second = self.runners
+        second._recorded = True
+        decoded = first._decoded
+
+        def counted(sent: StepPlan) -> bytes | None:
+            tokens = decoded(sent)
+            self.natively += tokens is not None
+            return tokens
+
+        first._decoded = counted
+
+    def _runner(self, decoder: Decoder) -> ModelRunner:
+        pool = KVPool(decoder, blocks=40, block_size=BLOCK, dtype=decoder.dtype)
+        table = RequestTable(slots=4, max_model_len=64, block_size=BLOCK, blocks=40, vocab_size=decoder.spec.vocab_size)
+        return ModelRunner(decoder, pool, table, CPU)
+
+    def run(self, sent: StepPlan) -> StepResult:
+        results = [msgspec.structs.replace(runner.run(sent), compute_s=0.0) for runner in self.runners]
+        assert results[0] == results[1]
+        first, second = (runner.table for runner in self.runners)
+        for column in ("active", "tokens", "length", "num_prompt", "computed", "block_table", "num_blocks", "sampled"):
+            np.testing.assert_array_equal(getattr(first, column), getattr(second, column), column)
+        return results[0]
+
+    def begin(self) -> None:
+        """Prompts of 5, 9 and 13 tokens, in blocks that just hold them."""
+        for i, (slot, sampling) in enumerate(WAYS.items()):
+            length = 5 + 4 * i
+            blocks = range(10 * i, 10 * i + -(-length // BLOCK))
+            admitted = admission(slot, random_ids(length, seed=i), blocks, sampling=sampling)
+            self.run(plan([Run(slot, length)], admit=[admitted]))
+
+    def decode(self, steps: int) -> None:
+        """With new blocks where they are needed, and the last tokens by turns left where they are or sent along."""
+        for step in range(steps):
+            table = self.runners[1].table
+            runs = []
+            for i, slot in enumerate(WAYS):
+                length, blocks = int(table.length[slot]), int(table.num_blocks[slot])
+                new = (10 * i + blocks,) if length + 1 > blocks * BLOCK else ()
+                last = ON_DEVICE if step % 2 else int(table.sampled[slot])
+                runs.append(Run(slot, 1, last, new))
+            self.run(plan(runs, step=step))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, dtype: torch.dtype) -> None:
+    both = Both(*(decoder_of(tiny_checkpoint(family), dtype=dtype) for _ in range(2)))
+    both.begin()
+    both.decode(12)
+    assert both.natively == (12 if family in ALONE else 0)
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 256, "head_dim": 32}
+    path = tiny_checkpoint("llama", **sizes, intermediate_size=512)
+    return to_gguf(path, "F32", tmp_path_factory.mktemp("gguf"), lambda name: "Q6_K" if "embd" in name else "Q4_K")[0]
+
+
+@pytest.mark.parametrize("name", ["gguf", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_quantized(blocks: Path, name: str, dtype: torch.dtype) -> None:
+    both = Both(*(decoder_of(blocks, dtype=dtype, scheme=choose_scheme(name, dtype, CPU)) for _ in range(2)))
+    both.begin()
+    both.decode(12)
+    assert both.natively == 12
+
+
+@pytest.fixture
+def llamas() -> Both:
+    both = Both(*(decoder_of(tiny_checkpoint("llama")) for _ in range(2)))
+    both.begin()
+    return both
+
+
+def test_a_row_without_scores_fails_alone(llamas: Both) -> None:
+    for runner in llamas.runners:
+        for cache in runner.pool.caches:
+            cache.key[0].fill_(torch.nan)  # of slot 2
+    result = llamas.run(plan([Run(slot, 1, ON_DEVICE) for slot in (0, 2)], step=7))
+    assert result.failures == [RowFailure(2, NO_SCORES)] and np.frombuffer(result.slots, "<u2").tolist() == [0]
+    assert llamas.natively == 1
+    assert llamas.runners[0].table.sampled[2] == llamas.runners[1].table.sampled[2] < 0
+
+
+ASKING = [
+    SamplingState(temperature=0.0, logprobs=0), SamplingState(temperature=0.0, logit_bias={3: 1.0}),
+    SamplingState(temperature=0.0, presence_penalty=1.0),
+    SamplingState(temperature=0.0, min_tokens=3, stop_token_ids=bytes(4)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", ASKING, ids=range(4))
+def test_a_row_that_asks_for_more_is_computed_part_by_part(llamas: Both, sampling: SamplingState) -> None:
+    llamas.run(plan([Run(1, 3)], admit=[admission(1, [4, 5, 6], [30], sampling=sampling)]))
+    llamas.run(plan([Run(slot, 1, ON_DEVICE) for slot in (0, 1)]))
+    assert llamas.natively == 0
+    llamas.run(plan([Run(0, 1, ON_DEVICE)], step=1))
+    assert llamas.natively == 1
+
+
+def test_other_steps_are_computed_part_by_part(llamas: Both) -> None:
+    allowed = np.zeros(llamas.runners[0].table.vocab_size, np.bool_)
+    allowed[5:9] = True
+    llamas.run(plan([Run(0, 1, ON_DEVICE, allowed=allowed)]))
+    llamas.run(plan([Run(0, 1, ON_DEVICE, proposed=(7,))]))
+    llamas.run(plan([Run(3, 1, ON_DEVICE)], release=[0]))
+    llamas.run(plan([Run(0, 2)], admit=[admission(0, [4, 5, 6], [31])]))
+    llamas.run(plan([Run(3, 1, ON_DEVICE), Run(0, 1)], step=3))  # a prompt's last token
+    assert llamas.natively == 1
+
+
+def test_a_row_that_does_not_fit_fails_alone(llamas: Both) -> None:
+    result = llamas.run(plan([Run(0, 1, ON_DEVICE, (99,)), Run(2, 1, ON_DEVICE)]))
+    assert [failure.slot for failure in result.failures] == [0] and llamas.natively == 0
