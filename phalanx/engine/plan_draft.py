@@ -15,7 +15,7 @@ MAX_ROW_TOKENS = 65535
 """Most tokens of one request in one step: `Rows.num_tokens` is uint16."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     request: Request
     slot: int
@@ -107,17 +107,21 @@ class PlanDraft:
             step_id=self.step_id,
             admissions=self._admissions,
             rows=Rows(
-                slots=pack((row.slot for row in self.rows), "H"),
-                num_tokens=pack((row.count for row in self.rows), "H"),
-                last_tokens=pack(self._last_tokens),
-                block_rows=pack(self._block_rows, "H"),
-                new_blocks=pack(self._new_blocks),
-                accepted_rows=pack(self._accepted_rows, "H"),
-                accepted=pack(self._accepted),
-                proposed_rows=pack(self._proposed_rows, "H"),
-                proposed=pack(self._proposed),
+                slots=_packed([row.slot for row in self.rows], "H"),
+                num_tokens=_packed([row.count for row in self.rows], "H"),
+                last_tokens=_packed(self._last_tokens),
+                block_rows=_packed(self._block_rows, "H"),
+                new_blocks=_packed(self._new_blocks),
+                accepted_rows=_packed(self._accepted_rows, "H"),
+                accepted=_packed(self._accepted),
+                proposed_rows=_packed(self._proposed_rows, "H"),
+                proposed=_packed(self._proposed),
             ),
-            released=pack(released, "H"),
-            mask_rows=pack(self._mask_rows, "H"),
+            released=_packed(released, "H"),
+            mask_rows=_packed(self._mask_rows, "H"),
             masks=b"".join(self._masks),
         )
+
+
+def _packed(values: list[int], code: str = "i") -> bytes:
+    return pack(values, code) if values else b""  # most are empty in most steps

@@ -32,6 +32,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from phalanx.config import SchedulerConfig
 from phalanx.engine.client import EngineOutput, RequestError, request_error
@@ -64,8 +65,7 @@ class Counters:
     speculation: SpeculationCounts = field(default_factory=SpeculationCounts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
+class _Answer(NamedTuple):
     """What one row of a result says."""
 
     tokens: Sequence[int]

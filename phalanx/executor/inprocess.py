@@ -7,6 +7,7 @@ reported as WorkerDied with the exception as its cause, and `restart` begins ane
 from __future__ import annotations
 
 import typing
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from phalanx.config import EngineConfig
@@ -43,17 +44,17 @@ class InProcessExecutor:
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """As `Executor.submit`. KeyboardInterrupt and SystemExit pass through."""
-        future: Future[StepResult] = Future()
         try:
             result = self._running().run(plan)
         except Exception as error:
-            future.set_exception(_died(error))
-            return future
-        if result is None:
-            future.cancel()
-        else:
-            future.set_result(result)
-        return future
+            failed: Future[StepResult] = Future()
+            failed.set_exception(_died(error))
+            return failed
+        if result is not None:
+            return _Finished(result)
+        dropped: Future[StepResult] = Future()
+        dropped.cancel()
+        return dropped
 
     def restart(self, epoch: int) -> CacheLayout:
         worker = self._running()
@@ -87,6 +88,34 @@ class InProcessExecutor:
         if self._worker is None:
             raise WorkerDied(0, "it is closed or was never started")
         return self._worker
+
+
+class _Finished(Future[StepResult]):
+    """With its result from the beginning: it is made and asked without a lock."""
+
+    def __init__(self, result: StepResult):
+        self._finished = result
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        return self._finished
+
+    def exception(self, timeout: float | None = None) -> None:
+        return None
+
+    def done(self) -> bool:
+        return True
+
+    def running(self) -> bool:
+        return False
+
+    def cancelled(self) -> bool:
+        return False
+
+    def cancel(self) -> bool:
+        return False
+
+    def add_done_callback(self, fn: Callable[[Future[StepResult]], object]) -> None:
+        fn(self)
 
 
 def _died(error: Exception) -> WorkerDied:

@@ -49,7 +49,6 @@ class ModelRunner:
         self._decoding: Decoding | None = None
         self._recorded = False
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult | None:
         """One step; None in all pipeline stages but the last, which learns what to go on with from the next plan.
 
@@ -58,6 +57,10 @@ class ModelRunner:
         began = time.perf_counter()
         if (decoded := self._decoded(plan)) is not None:
             return self._decoded_result(plan, decoded, began)
+        return self._run(plan, began)
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan, began: float) -> StepResult | None:
         rows = self.table.apply(plan)
         masks = _unpack_masks(plan, self.table.vocab_size)
         failures = {failure.slot: failure for failure in rows.failures}

@@ -205,7 +205,8 @@ class TestTrouble:
         monkeypatch.setattr(worker._decoder, "logits", broken)
         got = run(worker, Run(0, 1, first, proposed=(want[1], want[2])))
         assert got.chains == {0: [want[1]]} and not got.failures
-        monkeypatch.setattr(worker._decoder, "logits", lambda hidden: broken(hidden) * float("nan"))
+        for cache in worker._pool.caches:  # type: ignore[union-attr]
+            cache.key.fill_(float("nan"))
         assert run(worker, Run(0, 1, want[1])).failures == {0: NO_SCORES}
 
     @pytest.mark.parametrize(
