@@ -54,34 +54,58 @@ class Team {
 
   ~Team() {
     ending_.store(true);
-    round_.fetch_add(1);
+    begin(1);
     wake(begin_lock_, begin_);
     for (std::thread& thread : threads_) thread.join();
   }
 
+  // Whoever has no task of the round is not waited for: it may be asleep, or another process may have its core.
   void run(std::size_t count, Task task, void* context) {
+    while (count > kMost) task(context, --count);
     task_ = task;
     context_ = context;
-    count_ = count;
-    next_.store(0, std::memory_order_relaxed);
-    left_.store(static_cast<int>(threads_.size()), std::memory_order_relaxed);
-    round_.fetch_add(1, std::memory_order_seq_cst);
+    begin(count);
     if (sleeping_.load(std::memory_order_seq_cst) > 0) wake(begin_lock_, begin_);
-    share();
-    auto done = [this] { return left_.load(std::memory_order_acquire) == 0; };
-    if (spin(2000000, done)) return;
+    expected_ += count - share();
+    auto done = [this] { return finished_.load(std::memory_order_seq_cst) == expected_; };
+    if (spin(kWaitNs, done)) return;
     std::unique_lock<std::mutex> lock(end_lock_);
+    waiting_.store(true, std::memory_order_seq_cst);
     end_.wait(lock, done);
+    waiting_.store(false, std::memory_order_relaxed);
   }
 
  private:
+  // A round is one word, so that what is taken from it is of this round: its number, how many tasks it has, and which is
+  // the next.
+  static constexpr int kBits = 21;
+  static constexpr std::uint64_t kMost = (std::uint64_t{1} << kBits) - 1;
+  static constexpr std::int64_t kWaitNs = 500000;
+  static std::uint64_t tasks_of(std::uint64_t round) { return round >> kBits & kMost; }
+  static std::uint64_t next_of(std::uint64_t round) { return round & kMost; }
+
+  void begin(std::uint64_t count) {
+    const std::uint64_t number = (round_.load(std::memory_order_relaxed) >> 2 * kBits) + 1;
+    round_.store(number << 2 * kBits | count << kBits, std::memory_order_seq_cst);
+  }
+
   static void wake(std::mutex& mutex, std::condition_variable& condition) {
     { std::lock_guard<std::mutex> lock(mutex); }
     condition.notify_all();
   }
 
-  void share() {
-    for (std::size_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) task_(context_, i);
+  // Tasks of the round, as long as there are any; how many they were.
+  std::size_t share() {
+    std::size_t ran = 0;
+    std::uint64_t round = round_.load(std::memory_order_acquire);
+    while (next_of(round) < tasks_of(round)) {
+      if (!round_.compare_exchange_weak(round, round + 1, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+      // It does not end before this task has: task and context are its own.
+      task_(context_, next_of(round));
+      ++ran;
+      round = round_.load(std::memory_order_acquire);
+    }
+    return ran;
   }
 
   void work(int core) {
@@ -95,19 +119,22 @@ class Team {
 #else
     (void)core;
 #endif
-    std::uint64_t seen = 0;
     for (;;) {
-      auto begun = [&] { return round_.load(std::memory_order_acquire) != seen; };
+      auto begun = [&] {
+        const std::uint64_t round = round_.load(std::memory_order_seq_cst);
+        return next_of(round) < tasks_of(round);
+      };
       if (!spin(spin_ns_, begun)) {
         sleeping_.fetch_add(1, std::memory_order_seq_cst);
         std::unique_lock<std::mutex> lock(begin_lock_);
-        begin_.wait(lock, [&] { return round_.load(std::memory_order_seq_cst) != seen; });
+        begin_.wait(lock, begun);
         sleeping_.fetch_sub(1, std::memory_order_seq_cst);
       }
-      ++seen;  // rounds do not overlap: the caller waits for all threads
       if (ending_.load()) return;
-      share();
-      if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) wake(end_lock_, end_);
+      const std::size_t ran = share();
+      if (ran == 0) continue;
+      finished_.fetch_add(ran, std::memory_order_seq_cst);
+      if (waiting_.load(std::memory_order_seq_cst)) wake(end_lock_, end_);
     }
   }
 
@@ -115,12 +142,11 @@ class Team {
   std::vector<std::thread> threads_;
   Task task_ = nullptr;
   void* context_ = nullptr;
-  std::size_t count_ = 0;
+  std::uint64_t expected_ = 0;  // of finished_, when the round ends
   alignas(64) std::atomic<std::uint64_t> round_{0};
-  alignas(64) std::atomic<std::size_t> next_{0};
-  alignas(64) std::atomic<int> left_{0};
+  alignas(64) std::atomic<std::uint64_t> finished_{0};  // tasks of all rounds, by all but the caller
   alignas(64) std::atomic<int> sleeping_{0};
-  std::atomic<bool> ending_{false};
+  std::atomic<bool> waiting_{false}, ending_{false};
   std::mutex begin_lock_, end_lock_;
   std::condition_variable begin_, end_;
 };
