@@ -1,5 +1,6 @@
 #include "block_matmul.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -289,53 +290,67 @@ namespace {
 
 // -- products ---------------------------------------------------------------------------------------------------------
 
-// Memory for a call's integers, kept from one to the next by the thread that calls.
-class Scratch {
- public:
-  std::uint8_t* at_least(std::size_t bytes) {
-    if (bytes > bytes_) {
-      std::free(memory_);
-      memory_ = static_cast<std::uint8_t*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-      bytes_ = memory_ == nullptr ? 0 : bytes;
-      if (memory_ == nullptr) throw std::bad_alloc();
-    }
-    return memory_;
-  }
-  ~Scratch() { std::free(memory_); }
-
- private:
-  std::uint8_t* memory_ = nullptr;
-  std::size_t bytes_ = 0;
-};
-
 // A task waits for its first weights; where there are many rows, what matters more is that threads end together.
 constexpr std::size_t kTasksPerThread = 2, kManyRows = 16, kTasksOfManyRows = 6;
 constexpr std::size_t kRowsPerTask = 128;  // whose activations stay in the second cache
 
+constexpr std::size_t kRowsPerRounding = 4;
+
 }  // namespace
+
+RoundedRows::~RoundedRows() { std::free(memory_); }
+
+void RoundedRows::make_room(std::size_t rows, std::size_t inputs, std::size_t lead, Number type) {
+  const std::size_t blocks = (lead + inputs + kBlock - 1) / kBlock;
+  const std::size_t bytes = (rows * blocks * (kBlock + 16) + 127) / 64 * 64;
+  if (bytes > bytes_) {
+    std::free(memory_);
+    memory_ = std::aligned_alloc(64, bytes);
+    bytes_ = memory_ == nullptr ? 0 : bytes;
+    if (memory_ == nullptr) throw std::bad_alloc();
+  }
+  inputs_ = inputs;
+  lead_ = lead;
+  type_ = type;
+  q_ = static_cast<std::int8_t*>(memory_);
+  scale_ = reinterpret_cast<float*>(q_ + rows * blocks * kBlock);
+  scaled_sum_ = scale_ + rows * blocks;
+  offset_ = reinterpret_cast<std::int32_t*>(scaled_sum_ + rows * blocks);
+  blocks_ = blocks;
+}
+
+void RoundedRows::round(const void* x, std::size_t stride, std::size_t first, std::size_t last) const {
+  const std::size_t bytes = stride * (type_ == Number::f32 ? 4 : 2);
+  for (std::size_t row = first; row < last; ++row)
+    block_matmul().quantize(static_cast<const char*>(x) + row * bytes, type_, inputs_, lead_, blocks_,
+                            q_ + row * blocks_ * kBlock, scale_ + row * blocks_, scaled_sum_ + row * blocks_,
+                            offset_ + row * blocks_ * 2);
+}
+
+RoundedRows& rounded_rows() {
+  thread_local RoundedRows rows;
+  return rows;
+}
 
 void multiply_blocks(Address x, std::size_t step_x, std::size_t rows, std::size_t inputs, std::size_t lead, int x_type,
                      Address parts, std::size_t count, Address y, std::size_t stride, int y_type, Address bias,
                      int bias_type) {
-  thread_local Scratch scratch;
-  const std::size_t blocks = (lead + inputs + kBlock - 1) / kBlock;
   if (rows == 0) return;
-  std::int8_t* q = reinterpret_cast<std::int8_t*>(scratch.at_least(rows * blocks * (kBlock + 16) + 64));
-  float* scale = reinterpret_cast<float*>(q + rows * blocks * kBlock);
-  float* scaled_sum = scale + rows * blocks;
-  std::int32_t* offset = reinterpret_cast<std::int32_t*>(scaled_sum + rows * blocks);
-  const BlockMatmul& kernels = block_matmul();
-  const std::size_t x_size = static_cast<Number>(x_type) == Number::f32 ? 4 : 2;
-  const std::size_t quantize_rows = 4;
-  parallel_for((rows + quantize_rows - 1) / quantize_rows, [&](std::size_t task) {
-    for (std::size_t row = task * quantize_rows; row < rows && row < (task + 1) * quantize_rows; ++row)
-      kernels.quantize(at_address<std::uint8_t>(x) + row * step_x * x_size, static_cast<Number>(x_type), inputs, lead,
-                       blocks, q + row * blocks * kBlock, scale + row * blocks, scaled_sum + row * blocks,
-                       offset + row * blocks * 2);
+  RoundedRows& rounded = rounded_rows();
+  rounded.make_room(rows, inputs, lead, static_cast<Number>(x_type));
+  parallel_for((rows + kRowsPerRounding - 1) / kRowsPerRounding, [&](std::size_t task) {
+    const std::size_t first = task * kRowsPerRounding;
+    rounded.round(at_address<void>(x), step_x, first, std::min(first + kRowsPerRounding, rows));
   });
-  const BlockProduct product{{q, scale, scaled_sum, offset, blocks}, at_address<void>(y), stride,
-                             static_cast<Number>(y_type), at_address<const void>(bias),
-                             static_cast<Number>(bias_type)};
+  multiply_rounded(rounded, rows, parts, count, y, stride, y_type, bias, bias_type);
+}
+
+void multiply_rounded(const RoundedRows& rounded, std::size_t rows, Address parts, std::size_t count, Address y,
+                      std::size_t stride, int y_type, Address bias, int bias_type) {
+  if (rows == 0) return;
+  const BlockMatmul& kernels = block_matmul();
+  const BlockProduct product{rounded.rows(), at_address<void>(y), stride, static_cast<Number>(y_type),
+                             at_address<const void>(bias), static_cast<Number>(bias_type)};
   const BlockPart* part = at_address<const BlockPart>(parts);
   std::size_t groups = 0;
   for (std::size_t p = 0; p < count; ++p) groups += (part[p].outputs + kLanes - 1) / kLanes;

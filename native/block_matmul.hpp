@@ -102,4 +102,29 @@ struct BlockMatmul {
 
 PHALANX_DECLARE_TABLES(BlockMatmul, block_matmul)
 
+// Activations rounded to 8 bits, in memory that is kept from one product to the next. Whoever makes the rows may round them
+// too, while they are in its cache.
+class RoundedRows {
+ public:
+  RoundedRows() = default;
+  RoundedRows(const RoundedRows&) = delete;
+  ~RoundedRows();
+  // Room for so many rows of `inputs` numbers, behind `lead` zeros.
+  void make_room(std::size_t rows, std::size_t inputs, std::size_t lead, Number type);
+  // Rounds rows first to last of x, `stride` numbers apart; others may be rounded by other threads meanwhile.
+  void round(const void* x, std::size_t stride, std::size_t first, std::size_t last) const;
+  BlockRows rows() const { return {q_, scale_, scaled_sum_, offset_, blocks_}; }
+
+ private:
+  void* memory_ = nullptr;
+  std::size_t bytes_ = 0, inputs_ = 0, lead_ = 0, blocks_ = 0;
+  Number type_ = Number::f32;
+  std::int8_t* q_ = nullptr;
+  float *scale_ = nullptr, *scaled_sum_ = nullptr;
+  std::int32_t* offset_ = nullptr;
+};
+
+// The calling thread's.
+RoundedRows& rounded_rows();
+
 }  // namespace phalanx

@@ -24,26 +24,30 @@ constexpr std::size_t size_of(int type) { return static_cast<Type>(type) == Type
 }  // namespace
 
 void norm(Address x, Address delta, Address weight, Address bias, Address y, std::size_t rows, int width, float eps,
-          int layer, int types) {
+          int layer, int types, RoundedRows* rounded) {
   const NormRow row_norm = pointwise().norm[layer][types];
   const std::size_t bytes = width * (types == 0 ? 4 : 2);
   share_rows(rows, width, [&](std::size_t first, std::size_t last) {
     for (std::size_t row = first; row < last; ++row)
       row_norm(at_address<char>(x) + row * bytes, delta ? at_address<char>(delta) + row * bytes : nullptr,
                at_address<char>(weight), at_address<char>(bias), at_address<char>(y) + row * bytes, width, eps);
+    if (rounded != nullptr) rounded->round(at_address<void>(y), width, first, last);
   });
 }
 
-void activate(Address x, Address y, std::size_t rows, std::size_t width, int function, int type) {
+void activate(Address x, Address y, std::size_t rows, std::size_t width, int function, int type,
+              RoundedRows* rounded) {
   const ActivateRow row_activate = pointwise().activate[function][type];
   const std::size_t bytes = width * size_of(type);
   share_rows(rows, width, [&](std::size_t first, std::size_t last) {
     for (std::size_t row = first; row < last; ++row)
       row_activate(at_address<char>(x) + row * bytes, nullptr, at_address<char>(y) + row * bytes, width);
+    if (rounded != nullptr) rounded->round(at_address<void>(y), width, first, last);
   });
 }
 
-void activate_gated(Address x, Address y, std::size_t rows, std::size_t width, int function, int type) {
+void activate_gated(Address x, Address y, std::size_t rows, std::size_t width, int function, int type,
+              RoundedRows* rounded) {
   const ActivateRow row_activate = pointwise().activate[function][type];
   const std::size_t bytes = width * size_of(type);
   share_rows(rows, width, [&](std::size_t first, std::size_t last) {
@@ -51,6 +55,7 @@ void activate_gated(Address x, Address y, std::size_t rows, std::size_t width, i
       const char* gate = at_address<char>(x) + row * 2 * bytes;
       row_activate(gate, gate + bytes, at_address<char>(y) + row * bytes, width);
     }
+    if (rounded != nullptr) rounded->round(at_address<void>(y), width, first, last);
   });
 }
 
@@ -92,9 +97,14 @@ void turns(Address positions, Address inverse, Address factors, Address classes,
 }  // namespace
 
 void bind_pointwise(nb::module_& m) {
-  m.def("norm", &norm, nb::call_guard<nb::gil_scoped_release>());
-  m.def("activate", &activate, nb::call_guard<nb::gil_scoped_release>());
-  m.def("activate_gated", &activate_gated, nb::call_guard<nb::gil_scoped_release>());
+  m.def("norm", [](Address x, Address delta, Address weight, Address bias, Address y, std::size_t rows, int width,
+                  float eps, int layer, int types) { norm(x, delta, weight, bias, y, rows, width, eps, layer, types); }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("activate", [](Address x, Address y, std::size_t rows, std::size_t width, int function, int type) {
+    activate(x, y, rows, width, function, type);
+  }, nb::call_guard<nb::gil_scoped_release>());
+  m.def("activate_gated", [](Address x, Address y, std::size_t rows, std::size_t width, int function, int type) {
+    activate_gated(x, y, rows, width, function, type);
+  }, nb::call_guard<nb::gil_scoped_release>());
   m.def("turns", &turns, nb::call_guard<nb::gil_scoped_release>());
 }
 

@@ -77,7 +77,18 @@ void Tape::multiply_packed(int x, int to, int column, int pitch, Address weights
 
 void Tape::multiply_blocks(int x, int to, int column, int pitch, Address parts, int count, Address bias, int bias_type,
                            int inputs, int lead) {
+  // Products of the same activations, or of those that the kernel before has made, find them rounded.
+  bool rounded = false;
+  if (!entries_.empty()) {
+    Entry& before = entries_.back();
+    const bool makes = (before.kind == Kind::norm || before.kind == Kind::activate) && static_cast<int>(before.to) == x;
+    const int width = before.kind == Kind::norm ? hidden_ : before.width;
+    const bool shares = before.kind == Kind::blocks && static_cast<int>(before.from) == x && before.depth == inputs;
+    rounded = (makes && width == inputs && lead == 0) || (shares && before.lead == lead);
+    if (makes) before.rounds = rounded;
+  }
   Entry& entry = add(Kind::blocks, x, to);
+  entry.rounded = rounded;
   entry.first = parts;
   entry.count = count;
   entry.second = bias;
@@ -166,6 +177,9 @@ int Tape::play(const TapeStep& step, const Placing& placing, int entry, bool arr
 void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room) const {
   const Address from = room[entry.from], to = room[entry.to], part = to + entry.column * item(entry.to, type_);
   const bool wide = entry.to == Buffer::logits;
+  RoundedRows* rounded = entry.rounds ? &rounded_rows() : nullptr;
+  if (rounded != nullptr)
+    rounded->make_room(step.rows, entry.kind == Kind::norm ? hidden_ : entry.width, 0, static_cast<Number>(type_));
   switch (entry.kind) {
     case Kind::plain_rows: {
       const std::size_t bytes = hidden_ * item(entry.to, type_);
@@ -184,7 +198,7 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
       // A block's first norm adds what the block before has left, if there is one.
       const bool adds = entry.delta != Buffer::none && (&entry != entries_.data() || placing.added);
       phalanx::norm(from, adds ? room[entry.delta] : 0, entry.first, entry.second, to, step.rows, hidden_,
-                    static_cast<float>(entry.eps), entry.flag, entry.types);
+                    static_cast<float>(entry.eps), entry.flag, entry.types, rounded);
       break;
     }
     case Kind::packed:
@@ -192,7 +206,11 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
                                entry.width, type_, wide);
       break;
     case Kind::blocks:
-      phalanx::multiply_blocks(from, entry.depth, step.rows, entry.depth, entry.lead, type_, entry.first, entry.count,
+      if (entry.rounded)
+        multiply_rounded(rounded_rows(), step.rows, entry.first, entry.count, part, entry.pitch, wide ? 0 : type_,
+                         entry.second, entry.types);
+      else
+        phalanx::multiply_blocks(from, entry.depth, step.rows, entry.depth, entry.lead, type_, entry.first, entry.count,
                                part, entry.pitch, wide ? 0 : type_, entry.second, entry.types);
       break;
     case Kind::attend: {
@@ -202,7 +220,8 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
       break;
     }
     case Kind::activate:
-      (entry.flag ? phalanx::activate_gated : phalanx::activate)(from, to, step.rows, entry.width, entry.function, type_);
+      (entry.flag ? phalanx::activate_gated : phalanx::activate)(from, to, step.rows, entry.width, entry.function, type_,
+                                                                rounded);
       break;
     case Kind::bias:
       phalanx::add_bias(to, entry.first, step.rows, hidden_, type_);

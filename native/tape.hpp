@@ -83,6 +83,8 @@ class Tape {
     int width = 0, depth = 0, column = 0, pitch = 0, count = 0, lead = 0;
     int types = -1, function = 0;
     bool flag = false;
+    bool rounds = false;   // what it writes is rounded to 8 bits, for the products behind it
+    bool rounded = false;  // what it reads was
     double eps = 0;
   };
   struct Room;
