@@ -20,7 +20,7 @@ constexpr double kGreedyBelow = 1e-5;  // phalanx.sampling.parameters.GREEDY_BEL
 
 // As phalanx.kernels.decoding.SamplingView lays it out.
 struct SamplingColumns {
-  const std::uint8_t* plain;  // nothing constrains it, and nothing but the token is asked for
+  const std::uint8_t* simple;  // nothing constrains it, and nothing but the token is asked for
   const double *temperature, *top_p, *min_p;
   const std::int64_t *top_k, *choice;
   const std::uint64_t* seed;
@@ -80,7 +80,7 @@ class Decoding {
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const std::size_t slot = rows.slots[i];
       const std::int64_t length = table_->length[slot] + (rows.last[i] != kNoToken);
-      if (rows.counts[i] != 1 || table_->computed[slot] + 1 != length || !sampling_->plain[slot]) return false;
+      if (rows.counts[i] != 1 || table_->computed[slot] + 1 != length || !sampling_->simple[slot]) return false;
     }
     rows.advance(*table_);
     gather(rows.slots);

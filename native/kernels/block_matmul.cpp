@@ -338,11 +338,73 @@ void multiply(const BlockProduct& product, const BlockPart& part, std::size_t gr
   }
 }
 
+constexpr std::int32_t kInfinite = 0x7f800000;
+constexpr float kTiny = 1e-30f, kMagic = 12582912.0f;  // 1.5 · 2^23
+
+#if defined(__AVX512VNNI__)
+// The largest of v[0], v[1], v[2] and v[3], in the first four lanes.
+PHALANX_INLINE __m512i largest_of(const __m512i (&v)[4]) {
+  const __m512i a = _mm512_max_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+  const __m512i b = _mm512_max_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+  const __m512i quarters = _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+  const __m512i halves = _mm512_max_epi32(quarters, _mm512_shuffle_i32x4(quarters, quarters, 0x4e));
+  return _mm512_max_epi32(halves, _mm512_shuffle_i32x4(halves, halves, 0xb1));
+}
+
+// Four whole blocks at once: what is the same for the lanes of a block is computed for four blocks together.
+template <typename T>
+PHALANX_INLINE void quantize_four(const T* x, std::int8_t* q, float* scale, float* scaled_sum, std::int32_t* offset) {
+  __m512 v[8];
+  __m512i most_of[4];
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  for (int i = 0; i < 8; ++i) v[i] = (__m512)load16(x + 16 * i);
+  for (int b = 0; b < 4; ++b)
+    most_of[b] = _mm512_max_epi32(_mm512_and_si512(_mm512_castps_si512(v[2 * b]), magnitude),
+                                  _mm512_and_si512(_mm512_castps_si512(v[2 * b + 1]), magnitude));
+  const __m128i bits = _mm512_castsi512_si128(largest_of(most_of));
+  const __m128 most = _mm_castsi128_ps(bits), full = _mm_set1_ps(127.0f);
+  const __mmask8 finite = _mm_cmplt_epi32_mask(bits, _mm_set1_epi32(kInfinite));
+  const __mmask8 counts = finite & _mm_cmp_ps_mask(most, _mm_set1_ps(kTiny), _CMP_GE_OQ);
+  const __m128 factors = _mm_maskz_div_ps(counts, full, most);
+  const __m128 units = _mm_mask_blend_ps(finite, _mm_set1_ps(__builtin_nanf("")), _mm_maskz_div_ps(counts, most, full));
+  const __m512 magic = _mm512_set1_ps(kMagic);
+  const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __m128i sums[2];
+  for (int pair = 0; pair < 2; ++pair) {
+    __m512i whole[4];
+    for (int i = 0; i < 4; ++i) {
+      const int b = 2 * pair + i / 2;
+      const __m512 factor = _mm512_permutexvar_ps(_mm512_set1_epi32(b), _mm512_castps128_ps512(factors));
+      const __m512 moved = _mm512_add_ps(_mm512_mul_ps(v[4 * pair + i], factor), magic);
+      const __mmask16 all = counts >> b & 1 ? 0xffff : 0;
+      whole[i] = _mm512_maskz_sub_epi32(all, _mm512_castps_si512(moved), _mm512_set1_epi32(0x4b400000));
+    }
+    const __m512i mixed =
+        _mm512_packs_epi16(_mm512_packs_epi32(whole[0], whole[1]), _mm512_packs_epi32(whole[2], whole[3]));
+    const __m512i bytes = _mm512_permutexvar_epi32(in_order, mixed);
+    store(q + 64 * pair, bytes);
+    __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
+    sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, _MM_PERM_CDAB));
+    sum = _mm512_add_epi32(sum, _mm512_shuffle_epi32(sum, _MM_PERM_BADC));
+    sums[pair] = _mm512_castsi512_si128(_mm512_maskz_compress_epi32(0x1111, sum));
+    store(offset + 4 * pair, _mm_sub_epi32(_mm_setzero_si128(), _mm_slli_epi32(sums[pair], 3)));
+  }
+  store(scale, units);
+  store(scaled_sum, _mm_mul_ps(units, _mm_cvtepi32_ps(_mm_hadd_epi32(sums[0], sums[1]))));
+}
+#endif
+
 // Magnitudes are compared as integers, which order them as the floats they are, and above all of those Inf and NaN.
 template <typename T>
 void quantize_row(const T* x, std::size_t columns, std::size_t lead, std::size_t blocks, std::int8_t* q, float* scale,
                   float* scaled_sum, std::int32_t* offset) {
-  for (std::size_t b = 0; b < blocks; ++b) {
+  std::size_t begun = 0;
+#if defined(__AVX512VNNI__)
+  if (lead == 0)
+    for (; (begun + 4) * kBlock <= columns; begun += 4)
+      quantize_four(x + begun * kBlock, q + begun * kBlock, scale + begun, scaled_sum + begun, offset + 2 * begun);
+#endif
+  for (std::size_t b = begun; b < blocks; ++b) {
     alignas(64) T held[kBlock];
     const T* from = held;
     if (b * kBlock < lead || b * kBlock + kBlock > lead + columns) {
@@ -358,11 +420,11 @@ void quantize_row(const T* x, std::size_t columns, std::size_t lead, std::size_t
     const std::int32_t bits = largest(larger((i32x16)first & 0x7fffffff, (i32x16)second & 0x7fffffff));
     float most;
     std::memcpy(&most, &bits, sizeof most);
-    const bool finite = bits < 0x7f800000, tiny = !(most >= 1e-30f);
+    const bool finite = bits < kInfinite, tiny = !(most >= kTiny);
     const float factor = finite && !tiny ? 127.0f / most : 0.0f;
     const float unit = finite ? (tiny ? 0.0f : most / 127.0f) : __builtin_nanf("");
-    // Adding 1.5 · 2^23 rounds to an integer, to even at a tie, and leaves it in the low bits.
-    const f32x16 magic = splat(12582912.0f);
+    // Adding kMagic rounds to an integer, to even at a tie, and leaves it in the low bits.
+    const f32x16 magic = splat(kMagic);
     i32x16 low = {}, high = {};
     if (factor != 0.0f) {
       low = (i32x16)(first * factor + magic) - 0x4b400000;

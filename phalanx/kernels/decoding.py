@@ -26,15 +26,15 @@ class SamplingView:
     or shapes do not fit."""
 
     def __init__(
-        self, *, plain: NDArray[np.bool_], temperature: NDArray[np.float64], top_p: NDArray[np.float64],
+        self, *, simple: NDArray[np.bool_], temperature: NDArray[np.float64], top_p: NDArray[np.float64],
         min_p: NDArray[np.float64], top_k: NDArray[np.int64], choice: NDArray[np.int64], seed: NDArray[np.uint64],
     ):  # fmt: skip
         columns: Sequence[tuple[NDArray[Any], type[np.generic]]] = (
-            (plain, np.bool_), (temperature, np.float64), (top_p, np.float64), (min_p, np.float64),
+            (simple, np.bool_), (temperature, np.float64), (top_p, np.float64), (min_p, np.float64),
             (top_k, np.int64), (choice, np.int64), (seed, np.uint64),
         )  # fmt: skip
         for array, dtype in columns:
-            if array.dtype != dtype or array.shape != plain.shape or not array.flags.c_contiguous:
+            if array.dtype != dtype or array.shape != simple.shape or not array.flags.c_contiguous:
                 raise ValueError(f"a column of the table has to be neighbouring {dtype.__name__}, one a slot")
         self.arrays = tuple(array for array, _ in columns)
         self._numbers = np.array([array.ctypes.data for array in self.arrays], np.int64)

@@ -18,6 +18,9 @@ from phalanx.layers.rotary import Rotary
 from phalanx.models.tapes import Tapes, together
 from phalanx.step import Rows
 
+MOST_ROWS = 64
+"""With more of them, what Python does is little beside what is computed, and logits would keep much memory."""
+
 
 class Decoding:
     def __init__(
@@ -36,11 +39,12 @@ class Decoding:
         self._pulse = pulse
 
     def run(self, table: TableView, how: kernels.SamplingView, rows: Rows) -> bytes | None:
-        """The token of each row, as `kernels.Decoding.tokens`; None, with nothing changed, for rows that `begin` there
-        says no to."""
-        if not self._steps.begin(table, how, rows):
+        """The token of each row, as `kernels.Decoding.tokens`; None, with nothing changed, for more than `MOST_ROWS`,
+        and for rows that `begin` there says no to."""
+        count = len(rows.slots) // 2
+        if count > MOST_ROWS or not self._steps.begin(table, how, rows):
             return None
-        place, most = Place(), together(len(rows.slots) // 2)
+        place, most = Place(), together(count)
         while (place := self._steps.play(place, most)).stop != END:
             self._pulse.beat()
         self._pulse.beat()

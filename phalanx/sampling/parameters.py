@@ -72,7 +72,9 @@ class SamplingTable:
         """The slot has constraints other than `min_tokens`."""
         self.penalised = np.zeros(slots, np.bool_)
         self.plain = np.zeros(slots, np.bool_)
-        """The slot draws from the model's own logits, and nothing else is asked of it."""
+        """The slot takes the largest of the model's own logits, and nothing else is asked of it."""
+        self.simple = np.zeros(slots, np.bool_)
+        """The slot takes the largest of the model's own logits, or draws from them, and nothing else is asked of it."""
         self._constraints: list[Constraints | None] = [None] * slots
 
     def admit(self, slot: int, state: SamplingState, tokens: NDArray[np.int32], num_prompt: int) -> None:
@@ -120,12 +122,13 @@ class SamplingTable:
         self.constrained[slot] = penalised or bool(allowed.size or bias_ids.size or bad_words)
         self.penalised[slot] = penalised
         unasked = not self.min_tokens[slot] and state.logprobs < 0 and state.prompt_logprobs < 0
-        self.plain[slot] = unasked and not self.constrained[slot]
+        self.simple[slot] = unasked and not self.constrained[slot]
+        self.plain[slot] = self.simple[slot] and state.temperature < GREEDY_BELOW
 
     @cached_property
     def view(self) -> SamplingView:
         return SamplingView(
-            plain=self.plain, temperature=self.temperature, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k,
+            simple=self.simple, temperature=self.temperature, top_p=self.top_p, min_p=self.min_p, top_k=self.top_k,
             choice=self.choice, seed=self.seed,
         )  # fmt: skip
 

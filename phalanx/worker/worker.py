@@ -266,7 +266,7 @@ class Worker:
         if blocks is None:
             blocks = self.cache_size().blocks
         if self._pool is None or self._pool.blocks != blocks:
-            self._pool = None  # before the new one, so that both are never there
+            self._runner = self._pool = None  # before the new one, so that both are never there
             self._pool = self._new_pool(decoder, blocks)
         self._runner = self._new_runner(decoder, self._pool)
         self.epoch = epoch

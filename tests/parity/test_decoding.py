@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from phalanx.kernels.library import native
+from phalanx.models import decoding
 from phalanx.models.decoder import Decoder
 from phalanx.quantization.base import choose_scheme
 from phalanx.sampling.sampler import NO_SCORES
@@ -157,6 +158,12 @@ def test_other_steps_are_computed_part_by_part(llamas: Both) -> None:
     llamas.run(plan([Run(0, 2)], admit=[admission(0, [4, 5, 6], [31])]))
     llamas.run(plan([Run(3, 1, ON_DEVICE), Run(0, 1)], step=3))  # a prompt's last token
     assert llamas.natively == 1
+
+
+def test_many_rows_are_computed_part_by_part(llamas: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "MOST_ROWS", 2)
+    llamas.run(plan([Run(slot, 1, ON_DEVICE) for slot in WAYS]))
+    assert llamas.natively == 0
 
 
 def test_a_row_that_does_not_fit_fails_alone(llamas: Both) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from phalanx.kernels.library import native
 from phalanx.sampling.sampler import NO_SCORES
 from phalanx.step import ON_DEVICE, SamplingState
 from phalanx.worker import worker as worker_module
+from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.limits import Memory
 from phalanx.worker.worker import Worker, open_worker
 from tests.helpers.plan_script import Reference, Script
@@ -75,6 +77,19 @@ def check_poison_does_not_show(model: Path, value: float, steps: int) -> None:
         assert got[0] == got[1]
         sampled += len(got[0].tokens)
     assert sampled > steps
+
+
+def test_the_cache_of_before_is_gone_when_another_is_made(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, gone = started(model), []
+    before = weakref.ref(worker._pool)
+
+    def make(*args, **options):
+        gone.append(before() is None)
+        return KVPool(*args, **options)
+
+    monkeypatch.setattr(worker_module, "KVPool", make)
+    worker.allocate(blocks=worker._pool.blocks - 1, epoch=1)
+    assert gone == [True]
 
 
 class TestUninitialisedMemory:
