@@ -62,20 +62,20 @@ def test_stages_from_a_worker_node_encrypted(bed: RayHosts, model: Path, want: l
 
 def test_a_node_that_falls_silent(bed: RayHosts, model: Path, want: list[int]) -> None:
     """Its rank goes elsewhere long before Ray has given the node up."""
-    with bed.executor(model, tensor_parallel_size=2, placement_strategy="SPREAD") as ranks:
-        lost = [status["node"] for status in ranks.ready()].index("host2")
-        assert ranks.ask("generate") == want
-        bed.hosts[2].cut()
-        began = time.monotonic()
-        died = ranks.try_to("generate")
-        assert died["error"] == "WorkerDied" and f"Worker {lost} on host2 died" in died["text"], died
-        assert time.monotonic() - began < 6
-        assert [status["node"] for status in ranks.ask("restart 1")] == ["host1", "host1"]
-        assert time.monotonic() - began < 25
-        assert ranks.ask("generate") == want
-    bed.hosts[2].heal()
-    bed.end(2)
-    bed.node(2, cpus=CPUS[2])
+    try:
+        with bed.executor(model, tensor_parallel_size=2, placement_strategy="SPREAD") as ranks:
+            lost = [status["node"] for status in ranks.ready()].index("host2")
+            assert ranks.ask("generate") == want
+            bed.hosts[2].cut()
+            began = time.monotonic()
+            died = ranks.try_to("generate")
+            assert died["error"] == "WorkerDied" and f"Worker {lost} on host2 died" in died["text"], died
+            assert time.monotonic() - began < 6
+            assert [status["node"] for status in ranks.ask("restart 1")] == ["host1", "host1"]
+            assert time.monotonic() - began < 25
+            assert ranks.ask("generate") == want
+    finally:
+        bed.bring_back(2, CPUS[2])
 
 
 @pytest.fixture(scope="module")
