@@ -130,8 +130,8 @@ def server(recover: bool) -> list[dict[str, Each]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pace = Pace(folder, SLOW_S)
-        counts = (*CALLGRIND, f"--callgrind-out-file={folder}/%p", "--instr-atstart=no", "--trace-children=yes")
-        counts += ("--trace-children-skip-by-arg=*superviso?",)
+        counts = [*CALLGRIND, f"--callgrind-out-file={folder}/%p", "--instr-atstart=no"]
+        counts += ["--trace-children=yes", "--trace-children-skip-by-arg=*superviso?"]
         arguments = [str(write_tiny_model(folder / "model", positions=1024)), *SERVE]
         serving = Serving(
             arguments if recover else [*arguments, "--no-enable-recovery"],
