@@ -267,6 +267,7 @@ void look_up_block_rows(Address ids, std::size_t count, std::int64_t start, std:
   const BlockPart* part = at_address<const BlockPart>(parts);
   const Number number = static_cast<Number>(type);
   const std::size_t bytes = inputs * (number == Number::f32 ? 4 : 2);
+  if (bytes == 0) return;
   parallel_for((count + 7) / 8, [&](std::size_t task) {
     thread_local std::vector<float> held;
     held.resize(inputs);
