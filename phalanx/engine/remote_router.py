@@ -35,7 +35,7 @@ from phalanx.engine.front_messages import Alive, Counted, Drain, Leaving, Tell, 
 from phalanx.engine.remote_link import Join, Refused, SealedStream, call, decode_greeting, join_key
 from phalanx.errors import ConfigError, EngineDead, InvalidRequest, PhalanxError, QueueFull
 from phalanx.executor.base import LoadProgress
-from phalanx.executor.survey import text_survey, versions
+from phalanx.executor.survey import text_survey, text_versions
 from phalanx.layout_texts import split_address
 from phalanx.metrics.counts import Counts, lasting
 
@@ -215,7 +215,7 @@ class RemoteRouter:
         secure = await call(self._host, self._port, self._key, encrypt=encrypt, answer_s=_ANSWER_S)
         stream: SealedStream[ToServer] = await SealedStream.after(secure, decode_to_server, MAX_FRAME)
         try:
-            stream.post(Join(self._session, platform.node(), os.getpid(), versions(), self.survey))
+            stream.post(Join(self._session, platform.node(), os.getpid(), text_versions(), self.survey))
             greeting = decode_greeting(await stream.body())
         except BaseException:
             stream.abort()

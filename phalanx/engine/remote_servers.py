@@ -34,7 +34,7 @@ from phalanx.engine.remote_link import (
 from phalanx.errors import ConfigError
 from phalanx.executor.interfaces import checked, listen
 from phalanx.executor.node_messages import Survey
-from phalanx.executor.survey import text_difference, text_survey, version_difference, versions
+from phalanx.executor.survey import text_difference, text_survey, text_versions, version_difference
 from phalanx.layout_texts import split_address
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class RemoteServers:
         parallel = config.parallel
         self._key = join_key(parallel, door.getsockname()[1])
         self._encrypt = parallel.encrypt_transport
-        self._name, self._versions = platform.node(), versions()
+        self._name, self._versions = platform.node(), text_versions()
         self._located: asyncio.Future[tuple[str, Survey]] = asyncio.get_running_loop().create_future()
         self._callers = 0
         self.refused = 0

@@ -38,6 +38,13 @@ def versions() -> dict[str, str]:
     }
 
 
+def text_versions() -> dict[str, str]:
+    """What must be the same where only text is worked on."""
+    import phalanx
+
+    return {"Phalanx": phalanx.__version__}
+
+
 def survey(config: EngineConfig) -> Survey:
     """`config` is resolved, its model a local path. Raises CheckpointError."""
     model, cache, parallel = config.model, config.cache, config.parallel

@@ -29,7 +29,7 @@ from phalanx.engine.remote_servers import RemoteServers, open_door
 from phalanx.engine.router import Router
 from phalanx.errors import ConfigError, EngineDead
 from phalanx.executor.node_messages import FileFact, Survey
-from phalanx.executor.survey import versions
+from phalanx.executor.survey import text_versions
 from phalanx.metrics.counts import Counts, Family
 from tests.helpers.engine_requests import collect, engine_request, tokens_of
 from tests.helpers.processes import until
@@ -183,7 +183,7 @@ async def test_a_former_connection_of_the_same_servers_is_given_up() -> None:
         found, task = ask(far, "r")
         await until(lambda: len(found) > 5)
         with contextlib.suppress(EOFError, OSError, BrokenFrame):
-            await _greeted(near, near.door.getsockname()[1], Join(far.router._session, "b", 1, versions(), SURVEY))
+            await _greeted(near, near.door.getsockname()[1], Join(far.router._session, "b", 1, text_versions(), SURVEY))
         await asyncio.wait_for(task, 20)
         assert tokens_of(found) == echoed(400)
         (guests,) = near.ends._guests.values()
@@ -383,7 +383,7 @@ async def _greeted(near: RouterSide, port: int, first: msgspec.Struct | bytes) -
 async def test_another_version_is_named() -> None:
     port = free_port()
     near = await RouterSide(port).open()
-    join = Join("s", "node-b", 1, {**versions(), "Phalanx": "0.0.1"}, SURVEY)
+    join = Join("s", "node-b", 1, {"Phalanx": "0.0.1"}, SURVEY)
     refused = await _greeted(near, port, join)
     assert isinstance(refused, Refused) and "Phalanx is" in refused.message and "0.0.1 on node-b" in refused.message
     await near.close()
