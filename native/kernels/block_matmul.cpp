@@ -6,6 +6,10 @@
 #include <arm_neon.h>
 #endif
 
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the intrinsics' own undefined operands
+#endif
+
 namespace phalanx::PHALANX_ISA {
 namespace {
 
