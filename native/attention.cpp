@@ -131,15 +131,16 @@ void run(const AttentionCall& call, AttentionTasks& tasks, bool writes) {
     AttentionTask task = tasks.pieces[i];
     if (!writes) task.writes = 0;
     char* memory = thread_memory<0>(scratch);
+    const AttentionTask* next = team_size() == 1 && i + 1 < tasks.pieces.size() ? &tasks.pieces[i + 1] : nullptr;
     if (task.split < 0) {
-      kernels.attend(call, task, nullptr, memory);
+      kernels.attend(call, task, next, nullptr, memory);
       return;
     }
     const AttentionTasks::Split& split = tasks.splits[task.split];
     const int rows = task.count * (call.group_start[task.kv_head + 1] - call.group_start[task.kv_head]);
     float* first = parts + split.at * part;
-    kernels.attend(call, task, first + static_cast<std::size_t>(task.first_span - split.whole.first_span) * rows * part,
-                   memory);
+    float* own = first + static_cast<std::size_t>(task.first_span - split.whole.first_span) * rows * part;
+    kernels.attend(call, task, nullptr, own, memory);
     if (tasks.left[task.split].fetch_sub(1, std::memory_order_acq_rel) == 1) {  // the last one done joins them, in order
       kernels.merge(call, task, split.whole.last_span - split.whole.first_span, first, memory);
       tasks.left[task.split].store(split.pieces, std::memory_order_relaxed);  // for the next layer

@@ -3,7 +3,8 @@
 //
 // The cache. Per block and KV head either *tiles* (where block size and head size are multiples of 16) of 16 tokens,
 // keys [head_dim / 2][16 tokens][2] and values [8 token pairs][head_dim][2] for bf16 and int8, keys [head_dim][16] and
-// values [16][head_dim] for f32: what the products read, in order. Or *rows*: [block_size][kv heads][head_dim]. An int8
+// values [16][head_dim] for f32: what the products read, in order. Heads change places from block to block: tiles of one
+// head that are 4 KB apart would all fall into the same half of a cache's sets. Or *rows*: [block_size][kv heads][head_dim]. An int8
 // cache has a scale (f32) for each token and head: behind the tiles of its block and head, or behind its row.
 //
 // Order of computation. Keys are taken in tiles of 64 at fixed positions, tiles in spans of 512: an online softmax over
@@ -71,8 +72,9 @@ struct Attention {
   // Keys and values of tokens [first, first + count) and KV heads [from, to) into the cache.
   void (*write)(const AttentionCall& call, int first, int count, int from, int to, char* scratch);
   // With `parts` the spans' results go there, [spans][rows][16 + dim rounded up to 16] (maximum and sum of exponentials
-  // first), else the output is written.
-  void (*attend)(const AttentionCall& call, const AttentionTask& task, float* parts, char* scratch);
+  // first), else the output is written. `next` is what the same thread does then, or null: its first tiles are fetched.
+  void (*attend)(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next, float* parts,
+                 char* scratch);
   void (*merge)(const AttentionCall& call, const AttentionTask& task, int spans, const float* parts, char* scratch);
 };
 

@@ -285,7 +285,8 @@ struct Geometry {
 };
 
 PHALANX_INLINE std::size_t region_at(const AttentionCall& call, const Geometry& g, std::int64_t block, int head) {
-  return (static_cast<std::size_t>(block) * call.kv_heads + head) * g.region_bytes;
+  const std::int64_t place = head ^ (block & ((call.kv_heads & -call.kv_heads) - 1));
+  return (static_cast<std::size_t>(block) * call.kv_heads + place) * g.region_bytes;
 }
 PHALANX_INLINE std::size_t row_at(const AttentionCall& call, const Geometry& g, std::int64_t slot, int head) {
   return (static_cast<std::size_t>(slot) * call.kv_heads + head) * g.row_bytes;
@@ -544,11 +545,27 @@ struct TileReader {
   const B *keys[4], *values[4];
   const B *next_keys[4], *next_values[4];  // where the next tile's are; where these are, if that is of no use
   std::size_t at[4], next[4];              // tiles in the cache
+  std::size_t lead[4];                     // with which the next task begins
+  int led = 0;                             // tokens of those
 
   TileReader(const AttentionCall& call, const Room& room, int row, int head)
       : call(call), g(call), room(room), table(call.tables + static_cast<std::size_t>(row) * call.table_width),
         head(head), direct(call.tiled && call.cache_type != CacheType::int8),
         value_pitch(direct ? call.dim : rounded_up(call.dim, 16)) {}
+
+  // Where the tiles are with which the next task begins, `count` tokens of them: asked for during the last tile.
+  void lead_to(const AttentionCall& call, const AttentionTask* task) {
+    if (task == nullptr || !direct) return;
+    const int oldest = call.window == 0 || task->position < call.window ? 0 : task->position - call.window + 1;
+    const int begin = task->first_span * kSpan, first = begin < oldest ? oldest / kTile * kTile : begin;
+    const int there = task->position + task->count - first;
+    led = there < kTile ? there : kTile;
+    const std::int32_t* other = call.tables + static_cast<std::size_t>(task->row) * call.table_width;
+    for (int group = 0; group * 16 < led; ++group) {
+      const int position = first + group * 16, offset = position % call.block_size;
+      lead[group] = region_at(call, g, other[position / call.block_size], task->kv_head) + offset / 16 * g.tile_bytes;
+    }
+  }
 
   // Finds the tiles of the `count` tokens from `first` on, which `read` is called for next, and asks for them.
   void begin(int first, int count) {
@@ -586,8 +603,11 @@ struct TileReader {
         }
       }
     }
+    const bool last = more == 0 && led > 0;
+    if (last) more = led;
     for (int group = 0; group * 16 < count; ++group) {
       const bool ask = direct && group * 16 < more;
+      const std::size_t* next = last ? lead : this->next;
       next_keys[group] = ask ? reinterpret_cast<const B*>(call.key_cache + next[group]) : keys[group];
       next_values[group] = ask ? reinterpret_cast<const B*>(call.value_cache + next[group]) : values[group];
     }
@@ -754,7 +774,7 @@ void finish(const AttentionCall& call, int token, int head, float most, float su
 }
 
 template <typename A, typename B>
-void attend_as(const AttentionCall& call, const AttentionTask& task, float* parts, char* scratch) {
+void attend_as(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next, float* parts, char* scratch) {
   const int from = call.group_start[task.kv_head], group = call.group_start[task.kv_head + 1] - from;
   const int rows = task.count * group, dim = call.dim, wide = rounded_up(dim, 16);
   const int depth = rounded_up(dim, 2), last = task.position + task.count - 1;
@@ -767,6 +787,7 @@ void attend_as(const AttentionCall& call, const AttentionTask& task, float* part
   {
     const int first = first_of(task.first_span), there = last + 1 - first;
     tile.begin(first, there < kTile ? there : kTile);
+    tile.lead_to(call, next);
   }
   for (int r = 0; r < rows; ++r) {
     const int token = task.first + r / group, head = call.head_order[from + r % group];
@@ -835,13 +856,14 @@ void attend_as(const AttentionCall& call, const AttentionTask& task, float* part
            result + static_cast<std::size_t>(r) * wide);
 }
 
-void attend(const AttentionCall& call, const AttentionTask& task, float* parts, char* scratch) {
+void attend(const AttentionCall& call, const AttentionTask& task, const AttentionTask* next, float* parts,
+            char* scratch) {
   if (task.writes) write(call, task.first, task.count, task.kv_head, task.kv_head + 1, scratch);
-  if (call.cache_type == CacheType::f32) return attend_as<float, float>(call, task, parts, scratch);
+  if (call.cache_type == CacheType::f32) return attend_as<float, float>(call, task, next, parts, scratch);
 #if defined(__AVX512BF16__)
-  if (call.type == 1) return attend_as<bf16, bf16>(call, task, parts, scratch);
+  if (call.type == 1) return attend_as<bf16, bf16>(call, task, next, parts, scratch);
 #endif
-  attend_as<float, bf16>(call, task, parts, scratch);
+  attend_as<float, bf16>(call, task, next, parts, scratch);
 }
 
 void merge(const AttentionCall& call, const AttentionTask& task, int spans, const float* parts, char* scratch) {
