@@ -31,10 +31,10 @@ inline void relax() {
 
 Exchange::Exchange(int rank, int size, Address words, Address round, int line, std::vector<std::int64_t> sleeping,
                    std::vector<int> bells, Address slots, std::int64_t slot_bytes, std::int64_t most_bytes,
-                   std::int64_t what, bool spins)
+                   std::int64_t piece_rows, std::int64_t what, bool spins)
     : rank_(rank), size_(size), words_(at_address<std::int64_t>(words)), round_(at_address<std::int64_t>(round)),
       line_(line), sleeping_(std::move(sleeping)), bells_(std::move(bells)), slots_(slots), slot_bytes_(slot_bytes),
-      most_bytes_(most_bytes), what_(what), spins_(spins), parts_(size) {}
+      most_bytes_(most_bytes), piece_rows_(piece_rows), what_(what), spins_(spins), parts_(size) {}
 
 void Exchange::begin(const void* part, std::int64_t bytes) {
   const std::int64_t round = ++*round_, parity = round & 1;

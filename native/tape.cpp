@@ -146,10 +146,39 @@ bool Tape::attends() const {
   return std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) { return entry.kind == Kind::attend; });
 }
 
-void Tape::add_delta(const TapeStep& step) const {
+void Tape::add_delta(const TapeStep& step, Rows rows) const {
   const Room room = this->room(step);
-  const Address both[2] = {room[Buffer::stream], room[Buffer::delta]};
-  phalanx::add_up(both, 2, both[0], step.rows, hidden_, type_);
+  const std::size_t skipped = rows.first * hidden_ * item(Buffer::stream, type_);
+  const Address both[2] = {room[Buffer::stream] + skipped, room[Buffer::delta] + skipped};
+  phalanx::add_up(both, 2, both[0], rows.count, hidden_, type_);
+}
+
+Tape::Part Tape::part(std::size_t entry) const {
+  const Kind kind = entries_[entry].kind;
+  return kind == Kind::sum ? Part::sum : kind == Kind::attend ? Part::attention : Part::rows;
+}
+
+void Tape::play(const TapeStep& step, const Placing& placing, std::size_t first, std::size_t last, Rows rows) const {
+  const Room room = this->room(step);
+  for (std::size_t i = first; i < last; ++i) play(entries_[i], step, placing, room, rows);
+}
+
+void Tape::begin_sum(const TapeStep& step, Rows rows) const {
+  const Room room = this->room(step);
+  const std::size_t width = hidden_ * item(Buffer::delta, type_);
+  step.exchange->begin(at_address<void>(room[Buffer::delta] + rows.first * width), rows.count * width);
+}
+
+void Tape::end_sum(const TapeStep& step, Rows rows) const {
+  const Room room = this->room(step);
+  const std::vector<Address>& parts = step.exchange->parts();
+  const Address to = room[Buffer::delta] + rows.first * hidden_ * item(Buffer::delta, type_);
+  phalanx::add_up(parts.data(), static_cast<int>(parts.size()), to, rows.count, hidden_, type_);
+}
+
+std::size_t Tape::piece(const TapeStep& step) const {
+  const std::int64_t width = hidden_ * (type_ == 1 ? 2 : 4), rows = step.rows;
+  return step.exchange == nullptr || step.exchange->takes(rows * width) ? 0 : step.exchange->piece(rows, width);
 }
 
 int Tape::play(const TapeStep& step, const Placing& placing, int entry, bool arrived, bool& begun) const {
@@ -157,7 +186,7 @@ int Tape::play(const TapeStep& step, const Placing& placing, int entry, bool arr
   for (std::size_t i = entry; i < entries_.size(); ++i) {
     const Entry& next = entries_[i];
     if (next.kind != Kind::sum) {
-      play(next, step, placing, room);
+      play(next, step, placing, room, {0, step.rows});
       continue;
     }
     const std::int64_t bytes = step.rows * hidden_ * item(Buffer::delta, type_);
@@ -174,12 +203,22 @@ int Tape::play(const TapeStep& step, const Placing& placing, int entry, bool arr
   return -1;
 }
 
-void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room) const {
-  const Address from = room[entry.from], to = room[entry.to], part = to + entry.column * item(entry.to, type_);
+void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room, Rows rows) const {
+  std::size_t in = hidden_, out = hidden_;  // numbers in a row
+  if (entry.kind == Kind::packed || entry.kind == Kind::blocks) {
+    in = entry.depth;
+    out = entry.pitch;
+  } else if (entry.kind == Kind::activate) {
+    in = entry.flag ? 2 * entry.width : entry.width;
+    out = entry.width;
+  }
+  const Address from = room[entry.from] + rows.first * in * item(entry.from, type_);
+  const Address to = room[entry.to] + rows.first * out * item(entry.to, type_);
+  const Address part = to + entry.column * item(entry.to, type_);
   const bool wide = entry.to == Buffer::logits;
   RoundedRows* rounded = entry.rounds ? &rounded_rows() : nullptr;
   if (rounded != nullptr)
-    rounded->make_room(step.rows, entry.kind == Kind::norm ? hidden_ : entry.width, 0, static_cast<Number>(type_));
+    rounded->make_room(rows.count, entry.kind == Kind::norm ? hidden_ : entry.width, 0, static_cast<Number>(type_));
   switch (entry.kind) {
     case Kind::plain_rows: {
       const std::size_t bytes = hidden_ * item(entry.to, type_);
@@ -197,21 +236,22 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
     case Kind::norm: {
       // A block's first norm adds what the block before has left, if there is one.
       const bool adds = entry.delta != Buffer::none && (&entry != entries_.data() || placing.added);
-      phalanx::norm(from, adds ? room[entry.delta] : 0, entry.first, entry.second, to, step.rows, hidden_,
-                    static_cast<float>(entry.eps), entry.flag, entry.types, rounded);
+      const Address delta = adds ? room[entry.delta] + rows.first * hidden_ * item(entry.delta, type_) : 0;
+      phalanx::norm(from, delta, entry.first, entry.second, to, rows.count, hidden_, static_cast<float>(entry.eps),
+                    entry.flag, entry.types, rounded);
       break;
     }
     case Kind::packed:
-      phalanx::multiply_packed(from, entry.depth, entry.first, entry.second, part, entry.pitch, step.rows, entry.depth,
+      phalanx::multiply_packed(from, entry.depth, entry.first, entry.second, part, entry.pitch, rows.count, entry.depth,
                                entry.width, type_, wide);
       break;
     case Kind::blocks:
       if (entry.rounded)
-        multiply_rounded(rounded_rows(), step.rows, entry.first, entry.count, part, entry.pitch, wide ? 0 : type_,
+        multiply_rounded(rounded_rows(), rows.count, entry.first, entry.count, part, entry.pitch, wide ? 0 : type_,
                          entry.second, entry.types);
       else
-        phalanx::multiply_blocks(from, entry.depth, step.rows, entry.depth, entry.lead, type_, entry.first, entry.count,
-                               part, entry.pitch, wide ? 0 : type_, entry.second, entry.types);
+        phalanx::multiply_blocks(from, entry.depth, rows.count, entry.depth, entry.lead, type_, entry.first, entry.count,
+                                 part, entry.pitch, wide ? 0 : type_, entry.second, entry.types);
       break;
     case Kind::attend: {
       const Turn& turn = placing.turn;
@@ -220,11 +260,11 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
       break;
     }
     case Kind::activate:
-      (entry.flag ? phalanx::activate_gated : phalanx::activate)(from, to, step.rows, entry.width, entry.function, type_,
+      (entry.flag ? phalanx::activate_gated : phalanx::activate)(from, to, rows.count, entry.width, entry.function, type_,
                                                                 rounded);
       break;
     case Kind::bias:
-      phalanx::add_bias(to, entry.first, step.rows, hidden_, type_);
+      phalanx::add_bias(to, entry.first, rows.count, hidden_, type_);
       break;
     case Kind::sum:
       break;
@@ -250,15 +290,23 @@ std::size_t Reel::workspace_bytes(std::size_t rows) const {
   return bytes;
 }
 
+Placing Reel::placing(const TapeStep& step, int b) const {
+  const ReelBlock& block = blocks_[b];
+  Placing placing{b > 0 && blocks_[b - 1].leaves_delta, layers_[b], {}, 0};
+  if (block.turn >= 0) placing.turn = step.turns[block.turn];
+  if (block.factor >= 0) placing.factor = step.factors[block.factor];
+  return placing;
+}
+
 Reel::Place Reel::play(const TapeStep& step, Place from, int most) const {
+  const std::size_t piece = layers_.empty() ? 0 : blocks_[0].tape->piece(step);
+  if (piece > 0) return play_in_pieces(step, piece, from, most);
   for (int b = from.block; b < static_cast<int>(layers_.size()); ++b) {
     if (b - from.block == most) return {b, 0, Stop::pause};
     const ReelBlock& block = blocks_[b];
-    Placing placing{b > 0 && blocks_[b - 1].leaves_delta, layers_[b], {}, 0};
-    if (block.turn >= 0) placing.turn = step.turns[block.turn];
-    if (block.factor >= 0) placing.factor = step.factors[block.factor];
+    const Placing placing = this->placing(step, b);
     const bool begins = b != from.block || from.stop == Stop::pause;
-    if (begins && placing.added && !block.tape->adds_delta()) block.tape->add_delta(step);
+    if (begins && placing.added && !block.tape->adds_delta()) block.tape->add_delta(step, {0, step.rows});
     // Behind a sum that the caller has made, or at one that it has waited for.
     const int entry = begins ? 0 : from.entry + (from.stop == Stop::sum);
     bool begun = false;
@@ -268,10 +316,83 @@ Reel::Place Reel::play(const TapeStep& step, Place from, int most) const {
   return {0, 0, Stop::end};
 }
 
+// Two pieces or more. What computes rows goes on across blocks until there is a sum or attention, piece by piece; the sum
+// of a piece ends when the next piece is computed, before that one's begins: rounds follow each other as ever.
+void Reel::plan(std::size_t pieces) const {
+  using Kind = Deed::Kind;
+  deeds_.clear();
+  planned_ = pieces;
+  std::vector<Deed> run;
+  std::size_t begun = pieces;  // the piece whose sum has begun; `pieces`: none
+  const auto end = [&](int block) {
+    if (begun < pieces) deeds_.push_back({Kind::end, block, 0, 0, begun});
+    begun = pieces;
+  };
+  const auto compute = [&](int block, bool summed) {
+    for (std::size_t piece = 0; piece < pieces; ++piece) {
+      for (Deed deed : run) {
+        deed.piece = piece;
+        deeds_.push_back(deed);
+      }
+      end(block);
+      if (!summed) continue;
+      deeds_.push_back({Kind::begin, block, 0, 0, piece});
+      begun = piece;
+    }
+    run.clear();
+  };
+  for (int b = 0; b < static_cast<int>(blocks_.size()); ++b) {
+    const Tape& tape = *blocks_[b].tape;
+    if (b > 0 && blocks_[b - 1].leaves_delta && !tape.adds_delta()) run.push_back({Kind::add, b, 0, 0, 0});
+    for (std::size_t i = 0, first = 0; i < tape.entries(); ++i) {
+      const Tape::Part part = tape.part(i);
+      const bool last = i + 1 == tape.entries();
+      if (part == Tape::Part::rows && !last) continue;
+      const std::size_t rows_end = part == Tape::Part::rows ? i + 1 : i;
+      if (first < rows_end) run.push_back({Kind::rows, b, first, rows_end, 0});
+      if (part != Tape::Part::rows) compute(b, part == Tape::Part::sum);
+      if (part == Tape::Part::attention) deeds_.push_back({Kind::attention, b, i, i + 1, 0});
+      first = i + 1;
+    }
+  }
+  if (run.empty())
+    end(static_cast<int>(blocks_.size()) - 1);
+  else
+    compute(static_cast<int>(blocks_.size()) - 1, false);
+}
+
+Reel::Place Reel::play_in_pieces(const TapeStep& step, std::size_t piece, Place from, int most) const {
+  const std::size_t pieces = (step.rows + piece - 1) / piece;
+  if (planned_ != pieces) plan(pieces);
+  const int begin = from.block;
+  for (int at = begin; at < static_cast<int>(deeds_.size()); ++at) {
+    const Deed& deed = deeds_[at];
+    if (deed.block - deeds_[begin].block >= most) return {at, 0, Stop::pause};
+    const Tape& tape = *blocks_[deed.block].tape;
+    const std::size_t first = deed.piece * piece;
+    const Rows rows{first, first + piece < step.rows ? piece : step.rows - first};
+    switch (deed.kind) {
+      case Deed::Kind::add: tape.add_delta(step, rows); break;
+      case Deed::Kind::rows: tape.play(step, placing(step, deed.block), deed.first, deed.last, rows); break;
+      case Deed::Kind::attention:
+        tape.play(step, placing(step, deed.block), deed.first, deed.last, {0, step.rows});
+        break;
+      case Deed::Kind::begin: tape.begin_sum(step, rows); break;
+      case Deed::Kind::end: {
+        const bool arrived = at == begin && from.stop == Stop::wait;
+        if (!arrived && !step.exchange->done()) return {at, 0, Stop::wait};
+        tape.end_sum(step, rows);
+        break;
+      }
+    }
+  }
+  return {0, 0, Stop::end};
+}
+
 void bind_tape(nb::module_& m) {
   nb::class_<Exchange>(m, "Exchange")
       .def(nb::init<int, int, Address, Address, int, std::vector<std::int64_t>, std::vector<int>, Address, std::int64_t,
-                    std::int64_t, std::int64_t, bool>());
+                    std::int64_t, std::int64_t, std::int64_t, bool>());
   nb::class_<Tape>(m, "Tape")
       .def(nb::init<int, int, int, int>())
       .def("look_up_plain", &Tape::look_up_plain)

@@ -4,6 +4,9 @@
 // Tensors between them are buffers: the residual stream and the logits, which are the caller's, and four in the workspace
 // behind each other, [rows, width] each, the one that is left to add to the stream first. So the tapes of all blocks share
 // a workspace, and a block's delta is where the next one takes it from. Logits are float32, all others of one type.
+//
+// Sums over ranks that are too large for one round are made in pieces of rows. Everything but attention computes each row
+// by itself, so the ranks wait for a piece only when they have computed the next one, be it of what comes after the sum.
 #pragma once
 
 #include <cstddef>
@@ -33,6 +36,11 @@ struct TapeStep {
   std::vector<Address> factors;  // of queries
   Exchange* exchange = nullptr;  // null: the caller adds up
   Address ids = 0, logits = 0;   // int64 [rows], for tapes that look up; for one that ends in logits
+};
+
+// Some of a step's rows.
+struct Rows {
+  std::size_t first, count;
 };
 
 // What differs from block to block in a step.
@@ -70,9 +78,19 @@ class Tape {
   // that it has to wait for it, and go on from it with `arrived`; else to make it, and go on behind it.
   int play(const TapeStep& step, const Placing& placing, int entry, bool arrived, bool& begun) const;
   // Before it, where it does not add the delta of the block before itself.
-  void add_delta(const TapeStep& step) const;
+  void add_delta(const TapeStep& step, Rows rows) const;
   bool adds_delta() const;
   bool attends() const;
+
+  // The same in pieces: entries [first, last), none of which is a sum, for some rows (for attention: all of them); a sum.
+  enum class Part { rows, attention, sum };
+  std::size_t entries() const { return entries_.size(); }
+  Part part(std::size_t entry) const;
+  void play(const TapeStep& step, const Placing& placing, std::size_t first, std::size_t last, Rows rows) const;
+  void begin_sum(const TapeStep& step, Rows rows) const;
+  void end_sum(const TapeStep& step, Rows rows) const;
+  // Rows of a piece; 0: sums are not made in pieces.
+  std::size_t piece(const TapeStep& step) const;
 
  private:
   enum class Kind { plain_rows, packed_rows, block_rows, norm, packed, blocks, attend, activate, sum, bias };
@@ -92,7 +110,7 @@ class Tape {
   static constexpr int item(Buffer buffer, int type) { return buffer == Buffer::logits || type == 0 ? 4 : 2; }
   Entry& add(Kind kind, int from, int to);
   Room room(const TapeStep& step) const;
-  void play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room) const;
+  void play(const Entry& entry, const TapeStep& step, const Placing& placing, const Room& room, Rows rows) const;
 
   int type_, hidden_, widths_[kBuffers];
   std::vector<Entry> entries_;
@@ -110,6 +128,7 @@ class Reel {
   // The caches of the blocks that have attention, in their order; or nothing.
   void thread(std::vector<const AttentionLayer*> layers);
   // Where it stopped, and why: `sum` to be made or `wait`ed for, as Tape::play says, or a `pause` after `most` blocks.
+  // Where sums are made in pieces, `block` counts what there is to do, one after the other, and `entry` means nothing.
   enum class Stop { sum, wait, pause, end };
   struct Place {
     int block = 0, entry = 0;
@@ -119,7 +138,21 @@ class Reel {
   std::size_t workspace_bytes(std::size_t rows) const;
 
  private:
+  // One thing after the other, when sums are made in pieces.
+  struct Deed {
+    enum class Kind { add, rows, attention, begin, end } kind;  // `add`s the delta that the block before has left
+    int block;
+    std::size_t first, last;  // entries
+    std::size_t piece;
+  };
+
+  Placing placing(const TapeStep& step, int block) const;
+  void plan(std::size_t pieces) const;
+  Place play_in_pieces(const TapeStep& step, std::size_t piece, Place from, int most) const;
+
   std::vector<ReelBlock> blocks_;
+  mutable std::vector<Deed> deeds_;  // for so many pieces:
+  mutable std::size_t planned_ = 0;
   std::vector<const AttentionLayer*> layers_;
 };
 

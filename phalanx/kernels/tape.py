@@ -37,6 +37,7 @@ class Place(NamedTuple):
     """Where a reel has stopped, and why."""
 
     block: int = 0
+    """What there is to do is counted here instead where sums are made in pieces (native/tape.hpp)."""
     entry: int = 0
     stop: int = PAUSE
     """A `SUM` of the delta over ranks is to be made, or to be `WAIT`ed for; it is a `PAUSE`, or the `END`."""

@@ -16,7 +16,7 @@ import torch
 
 from phalanx.distributed.collectives import Group, Groups
 from phalanx.distributed.mesh import Mesh
-from phalanx.distributed.transports import segment
+from phalanx.distributed.transports import segment, shared_memory
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.kernels.library import native
 from phalanx.kernels.tape import WAIT, Place, Reel
@@ -110,6 +110,30 @@ def test_over_ranks(family: str, size: int, transport: str, dtype: torch.dtype) 
     outcomes = run_ranks(both_ways, size, tiny_checkpoint(family), dtype, transport=transport)
     for played, computed in outcomes:
         assert played == computed == outcomes[0][0]
+
+
+def in_pieces(member: Member, path: Path, dtype: torch.dtype, how: str) -> list[float]:
+    """Of more rows than a sum takes at once. Ranks play, or compute layer by layer, or play and sum by calls."""
+    shared_memory._WHOLE_SUM, shared_memory._PIECE_ROWS = 0, 16
+    if how == "calls":
+        member = Member(member.rank, Groups(tp=Calls(member.tp, lambda: None)), member.abort, member.pipe)
+    decoder = half(member, path, dtype)
+    return logits_of(layer_by_layer(decoder) if how == "layers" else decoder).flatten().tolist()
+
+
+def differently(member: Member, path: Path, dtype: torch.dtype) -> list[float]:
+    return in_pieces(member, path, dtype, ("tapes", "calls", "layers")[member.rank])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("family", "size"), [("llama", 2), ("llama-biased", 3), ("opt-post-norm", 2), ("gemma2", 2)])
+def test_sums_in_pieces(family: str, size: int, dtype: torch.dtype) -> None:
+    """The same bits as in one round, whoever plays."""
+    whole = run_ranks(both_ways, size, tiny_checkpoint(family), dtype)[0][0]
+    for how in ("tapes", "layers"):
+        assert run_ranks(in_pieces, size, tiny_checkpoint(family), dtype, how) == [whole] * size
+    if size == 3:
+        assert run_ranks(differently, size, tiny_checkpoint(family), dtype) == [whole] * size
 
 
 # -- a rank whose peer does something in the middle of a block
@@ -214,6 +238,19 @@ def undisturbed() -> list[float]:
 
 def test_a_rank_that_comes_late_is_waited_for(undisturbed: list[float]) -> None:
     assert outcome(asleep) == undisturbed
+
+
+def late_for_a_piece(member: Member, path: Path, left_out: str) -> tuple[Any, list[tuple[int, int]]]:
+    shared_memory._WHOLE_SUM, shared_memory._PIECE_ROWS = 0, 16
+    return meets(member, path, asleep, left_out, aborted=False)
+
+
+@pytest.mark.parametrize("left_out", ["", "join_round"])
+def test_a_rank_that_comes_late_is_waited_for_in_a_piece(left_out: str, undisturbed: list[float]) -> None:
+    arguments = (tiny_checkpoint("llama"), left_out)
+    with Ranks(late_for_a_piece, 2, arguments, exchange_timeout=2.0, crowded=False) as ranks:
+        logits, waits = ranks.hear_outcome(0).value
+    assert waits and (logits == undisturbed) == (not left_out)
 
 
 def test_without_the_wait_for_it_the_sum_would_be_wrong(undisturbed: list[float]) -> None:

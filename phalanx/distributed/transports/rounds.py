@@ -28,6 +28,8 @@ class Rounds(NamedTuple):
     slot_bytes: int
     most_bytes: int
     """Of all ranks together: more takes other rounds than one in which each rank adds up everything."""
+    piece_rows: int
+    """More rows than these are then summed so many at a time, or as many as a slot holds, each in one such round."""
     what: int
     """What a rank says it does in a sum of a dtype, less the bytes."""
     spins: bool

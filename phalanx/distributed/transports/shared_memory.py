@@ -9,8 +9,10 @@ at once instead of adding up unrelated numbers. `send` and `recv` use a mailbox 
 slots, and wait for each other only.
 
 Sums are taken in rank order everywhere, so that all ranks hold the same bits; narrow floats are summed in float32 when
-more than two ranks take part. A rank whose exchange fails leaves the group, so that nobody waits for it. Does not
-start or watch processes: a peer that was killed is noticed by whoever started it, and told through the `Abort`.
+more than two ranks take part. A large sum is made slice by slice, each by one rank; one of many rows in pieces of whole
+rows, a round each, so that native code can compute some rows while it waits for others. A rank whose exchange fails
+leaves the group, so that nobody waits for it. Does not start or watch processes: a peer that was killed is noticed by
+whoever started it, and told through the `Abort`.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ SLOT = 1 << 21
 
 _WHOLE_SUM = 1 << 19
 """Up to this many bytes of all ranks together, every rank adds everything up itself, in one round; above, each adds up
-a slice and the slices are shared."""
+a slice and the slices are shared, unless they are rows."""
+_PIECE_ROWS = 256
+"""Rows that are more are summed so many at a time, or as many as make a small sum: who computes rows can go on then."""
 
 _SMALL_SHAPES = 512
 
@@ -143,8 +147,8 @@ class SharedMemoryGroup:
             words = torch.frombuffer(segment.memory, dtype=torch.uint8).data_ptr()
             found = self._known_rounds[dtype] = Rounds(
                 self.rank, self.size, words, self._rounds.buffer_info()[0], LINE, segment.sleeping,
-                tuple(segment.bells), words + segment.data_offset, SLOT, _WHOLE_SUM, _what(ALL_REDUCE, dtype, 0),
-                segment.spins,
+                tuple(segment.bells), words + segment.data_offset, SLOT, _WHOLE_SUM, _PIECE_ROWS,
+                _what(ALL_REDUCE, dtype, 0), segment.spins,
             )  # fmt: skip
         return found
 
@@ -202,7 +206,8 @@ class SharedMemoryGroup:
         if known is None or not tensor.is_contiguous():
             nbytes = tensor.numel() * tensor.element_size()
             if nbytes * self.size > _WHOLE_SUM or not nbytes:
-                return self._all_reduce_large(tensor, nbytes)
+                rows = _piece_rows(tensor, self.size)
+                return self._all_reduce_rows(tensor, rows) if rows else self._all_reduce_large(tensor, nbytes)
             tensor = tensor.contiguous()
             known = self._remember(tensor, nbytes)
         what, views = known
@@ -221,6 +226,16 @@ class SharedMemoryGroup:
         views = [[self._slot(parity, r, dtype)[:count].view(shape) for r in range(self.size)] for parity in (0, 1)]
         known = self._small[shape, dtype] = (_what(ALL_REDUCE, dtype, nbytes), views)
         return known
+
+    def _all_reduce_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """`rows` at a time, each in one round, as native code does it (native/tape.hpp)."""
+        out = tensor.contiguous()
+        for piece in out.view(-1).split(rows * out.shape[1]):
+            count = piece.numel()
+            self._slot(self._next, self.rank, out.dtype)[:count].copy_(piece)
+            parity = self._exchange(_what(ALL_REDUCE, out.dtype, count * out.element_size()))
+            add_up([self._slot(parity, r, out.dtype)[:count] for r in range(self.size)], piece)
+        return out
 
     def _all_reduce_large(self, tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
         """Each rank adds up one slice of every piece."""
@@ -429,6 +444,15 @@ class SharedMemoryGroup:
         self._small.clear()
         self._known_rounds.clear()
         self._segment.close()
+
+
+def _piece_rows(tensor: torch.Tensor, size: int) -> int:
+    """How many rows of a large tensor are summed at a time; 0 where it is not made of more rows than that."""
+    if tensor.dim() != 2 or not tensor.numel():
+        return 0
+    width = tensor.shape[1] * tensor.element_size()
+    rows = min(max(_PIECE_ROWS, _WHOLE_SUM // size // width), SLOT // width)
+    return rows if rows < len(tensor) else 0
 
 
 def _names(ranks: Sequence[int]) -> list[str]:
