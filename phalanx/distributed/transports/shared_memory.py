@@ -230,7 +230,7 @@ class SharedMemoryGroup:
     def _all_reduce_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         """`rows` at a time, each in one round, as native code does it (native/tape.hpp)."""
         out = tensor.contiguous()
-        for piece in out.view(-1).split(rows * out.shape[1]):
+        for piece in torch.split(out.view(-1), rows * out.shape[1]):
             count = piece.numel()
             self._slot(self._next, self.rank, out.dtype)[:count].copy_(piece)
             parity = self._exchange(_what(ALL_REDUCE, out.dtype, count * out.element_size()))
