@@ -260,7 +260,8 @@ class Nemesis:
         elif case.fault == "freeze":
             self._groups.freeze([pid])
         elif case.fault == "out_of_memory":
-            self._groups.starve(pid, 1 << 16)
+            with contextlib.suppress(ProcessLookupError):  # a first loss may have taken it along: recovery is off
+                self._groups.starve(pid, 1 << 16)
             self._hit_at = time.monotonic()
         else:
             raise AssertionError(f"{case.fault} cannot be done from outside")
