@@ -2,7 +2,8 @@
 
 Holds memory, not contents: which block belongs to whom is the engine's business, and a block's old values stay until it
 is written again. So nothing may read a position that its request has not written (the attention backends see to it).
-Memory is reserved whole and becomes resident block by block, as it is first written.
+Memory is reserved whole and becomes resident block by block, as it is first written or a little before
+(`phalanx.worker.residency`).
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ class KVPool:
     @property
     def untouched(self) -> int:
         """Bytes that are not resident yet, of a host's memory."""
-        tensors = [t for cache in self.caches for t in (cache.key, cache.value) if t.device.type == "cpu"]
-        return sum(untouched(t.data_ptr(), t.nbytes) for t in tensors)
+        return sum(untouched(t.data_ptr(), t.nbytes) for t in self.host_tensors())
+
+    def host_tensors(self) -> list[torch.Tensor]:
+        """Those in a host's memory, [blocks, ...] each."""
+        return [t for cache in self.caches for t in (cache.key, cache.value) if t.device.type == "cpu"]
 
     @property
     def bytes_per_block(self) -> int:

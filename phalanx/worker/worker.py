@@ -47,6 +47,7 @@ from phalanx.worker.limits import Memory, host_memory, usable_cores
 from phalanx.worker.memory import CacheSize, Needs, activation_bytes, cache_budget, cache_size, check_before_loading
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.request_table import RequestTable
+from phalanx.worker.residency import make_resident
 from phalanx.worker.stage_link import StageLink
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -268,6 +269,7 @@ class Worker:
         if self._pool is None or self._pool.blocks != blocks:
             self._runner = self._pool = None  # before the new one, so that both are never there
             self._pool = self._new_pool(decoder, blocks)
+            make_resident(self._pool, self.node_ranks)
         self._runner = self._new_runner(decoder, self._pool)
         self.epoch = epoch
         report("kv cache", 1.0)

@@ -1,0 +1,64 @@
+"""The memory that a KV cache uses first is made resident before it is used.
+
+A page costs its first writer a fault, in which the kernel clears it, and a virtual machine may have to fetch it from its
+host: on one such machine that was a seventh of a prompt's time. So a thread asks for pages beforehand. It holds the cache
+only as long as a call takes, and changes nothing that is written there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from phalanx.worker.limits import host_memory
+
+if TYPE_CHECKING:
+    from phalanx.worker.kv_pool import KVPool
+
+MOST = 512 * 2**20
+"""Bytes on a host that are asked for; the rest becomes resident when it is used."""
+_PART = 8
+"""At most one in so many bytes that the host has left is asked for."""
+_PIECE = 2 * 2**20
+"""Bytes in one call: who wants to map or unmap memory meanwhile has to wait for it."""
+
+_MADV_POPULATE_WRITE = 23
+
+
+def make_resident(pool: KVPool, ranks: int) -> None:
+    """Begin; `ranks` share the host."""
+    most = min(MOST, host_memory().available // _PART) // ranks
+    threading.Thread(target=_populate, args=(weakref.ref(pool), most), name="kv-cache", daemon=True).start()
+
+
+def _populate(pool: weakref.ref[KVPool], most: int) -> None:
+    for number, first, end in _pieces(pool):
+        held = pool()  # keeps the memory where it is during the call
+        most -= end - first
+        if held is None or most < 0 or not _asked_for(held.host_tensors()[number].data_ptr(), first, end):
+            return
+        del held
+
+
+def _pieces(pool: weakref.ref[KVPool]) -> Iterator[tuple[int, int, int]]:
+    """(which tensor, from byte, to byte): of all tensors the blocks that are handed out first, then the next ones."""
+    held = pool()
+    if held is None:
+        return
+    sizes, blocks = [tensor.nbytes for tensor in held.host_tensors()], held.blocks
+    del held
+    step = max(1, _PIECE * blocks // max(sizes, default=1))
+    for block in range(0, blocks, step):
+        for number, size in enumerate(sizes):
+            yield number, size * block // blocks, size * min(block + step, blocks) // blocks
+
+
+def _asked_for(address: int, first: int, end: int) -> bool:
+    """False where the kernel is too old for it, or has not as much."""
+    start = (address + first) // mmap.PAGESIZE * mmap.PAGESIZE
+    size = ctypes.c_size_t(address + end - start)
+    return bool(ctypes.CDLL(None).madvise(ctypes.c_void_p(start), size, _MADV_POPULATE_WRITE) == 0)
