@@ -1,8 +1,8 @@
 """The memory that a KV cache uses first is made resident before it is used.
 
-A page costs its first writer a fault, in which the kernel clears it, and a virtual machine may have to fetch it from its
-host: on one such machine that was a seventh of a prompt's time. So a thread asks for pages beforehand. It holds the cache
-only as long as a call takes, and changes nothing that is written there.
+A page costs its first writer a fault, in which the kernel clears it, and a virtual machine may have to fetch it from
+its host: on one such machine that was a seventh of a prompt's time. So a thread asks for pages beforehand. It holds the
+cache only as long as a call takes, and changes nothing that is written there.
 """
 
 from __future__ import annotations
