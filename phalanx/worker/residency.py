@@ -1,8 +1,8 @@
 """The memory that a KV cache uses first is made resident before it is used.
 
 A page costs its first writer a fault, in which the kernel clears it, and a virtual machine may have to fetch it from
-its host: on one such machine that was a seventh of a prompt's time. So a thread asks for pages beforehand. It holds the
-cache only as long as a call takes, and changes nothing that is written there.
+its host: on one such machine that was a seventh of a prompt's time. So a thread asks for pages beforehand. It holds a
+tensor only as long as a call takes, and changes nothing that is written there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ def make_resident(pool: KVPool, ranks: int) -> None:
 
 def _populate(pool: weakref.ref[KVPool], most: int) -> None:
     for number, first, end in _pieces(pool):
-        held = pool()  # keeps the memory where it is during the call
+        held = pool()
         most -= end - first
-        if held is None or most < 0 or not _asked_for(held.host_tensors()[number].data_ptr(), first, end):
+        if held is None or most < 0:
             return
+        tensor = held.host_tensors()[number]  # keeps its memory where it is during the call
         del held
+        if not _asked_for(tensor.data_ptr(), first, end):
+            return
 
 
 def _pieces(pool: weakref.ref[KVPool]) -> Iterator[tuple[int, int, int]]:
