@@ -161,6 +161,8 @@ class Decoder(Layer):
         """The steps in which each request has one token to compute; None where they are no other than all steps."""
         spec = self.spec
         outside = (self.project_in, self.project_out, self.positions, self._embedding_scale, spec.logit_soft_cap)
+        if not (self.is_first and self.is_last):  # a last stage may have the token table too, where it is the head
+            return None
         if self.embedding is None or self.head is None or any(part is not None for part in outside):
             return None
         tapes = self._recording()

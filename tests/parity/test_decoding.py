@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from phalanx.distributed.mesh import Mesh
 from phalanx.kernels.library import native
 from phalanx.models import decoding
 from phalanx.models.decoder import Decoder
@@ -98,6 +99,15 @@ def test_every_family(family: str, dtype: torch.dtype) -> None:
     both.begin()
     both.decode(12)
     assert both.natively == (12 if family in ALONE else 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_of_several_waits_for_the_others(rank: int) -> None:
+    """The last one has the token table too, where it is the head."""
+    decoder = decoder_of(tiny_checkpoint("qwen3"), mesh=Mesh(pp=2), rank=rank)
+    assert decoder.embedding is not None and (rank == 0 or decoder.head is not None)
+    caches = KVPool(decoder, blocks=4, block_size=BLOCK, dtype=decoder.dtype).caches
+    assert decoder.decoding(caches) is None
 
 
 @pytest.fixture(scope="module")
