@@ -47,7 +47,7 @@ from phalanx.worker.limits import Memory, host_memory, usable_cores
 from phalanx.worker.memory import CacheSize, Needs, activation_bytes, cache_budget, cache_size, check_before_loading
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.request_table import RequestTable
-from phalanx.worker.residency import make_resident
+from phalanx.worker.residency import Rest, make_resident
 from phalanx.worker.stage_link import StageLink
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -119,6 +119,7 @@ class Worker:
         self._kv_room = 0
         """Bytes that the KV cache could have here; the ranks agree on what the tightest has."""
         self._step_s = 0.0
+        self._rest = Rest()
         self._checked = False
         self._decoder: Decoder | None = None
         self._pool: KVPool | None = None
@@ -269,7 +270,7 @@ class Worker:
         if self._pool is None or self._pool.blocks != blocks:
             self._runner = self._pool = None  # before the new one, so that both are never there
             self._pool = self._new_pool(decoder, blocks)
-            make_resident(self._pool, self.node_ranks)
+            make_resident(self._pool, self.node_ranks, self._rest.is_long)
         self._runner = self._new_runner(decoder, self._pool)
         self.epoch = epoch
         report("kv cache", 1.0)
@@ -298,11 +299,14 @@ class Worker:
             return None
         if self._runner is None or self.state != "ready":
             raise RuntimeError(f"the worker is {self.state}")
+        self._rest.ends()
         try:
             return self._runner.run(plan)
         except BaseException:
             self.state = "dead"  # the table may be half changed
             raise
+        finally:
+            self._rest.begins()
 
     def reset(self, epoch: int) -> None:
         """Forget every request and cached block; plans of `epoch` count from now on."""
