@@ -77,6 +77,10 @@ FLOPS = 0.21e9
 """Of a token in the layers, attention not counted."""
 
 
+SETTLE_S = 2.0
+"""After the start, for what an engine without work still does: Phalanx makes the beginning of its cache resident."""
+
+
 class Side:
     """One engine in its process."""
 
@@ -89,6 +93,7 @@ class Side:
         )  # fmt: skip
         self.ready_s = self._answer()["ready_s"]
         self.start_s = time.perf_counter() - began
+        time.sleep(SETTLE_S)
         self._signal(signal.SIGSTOP)
 
     @contextmanager
