@@ -2,7 +2,7 @@
 
 A page costs its first writer a fault, in which the kernel clears it, and a virtual machine may have to fetch it from
 its host: on one such machine that was a seventh of a prompt's time. So a thread asks for pages beforehand, in moments
-without a step. It holds a tensor only as long as a call takes, and changes nothing that is written there.
+without a step. It changes nothing that is written there.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import math
 import mmap
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from phalanx.worker.limits import host_memory
@@ -29,54 +28,46 @@ _PIECE = 2 * 2**20
 """Bytes in one call, which a step that begins meanwhile may have to wait for: up to 5 ms."""
 _LOOK_S = 0.2
 _REST_S = 0.05
+"""After a step, before the next one is hardly on its way."""
 
 _MADV_POPULATE_WRITE = 23
 
 
-class Rest:
-    """Between two steps."""
+class Residency:
+    """Of one cache, from now until `end`. `ranks` share the host."""
 
-    def __init__(self) -> None:
-        self._since = time.monotonic()
+    def __init__(self, pool: KVPool, ranks: int):
+        self._most = min(MOST, host_memory().available // _PART) // ranks
+        self._rests_since = 0.0
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._populate, args=(pool,), name="kv-cache", daemon=True)
+        self._thread.start()
 
-    def ends(self) -> None:
-        self._since = math.inf
+    def step_begins(self) -> None:
+        self._rests_since = math.inf
 
-    def begins(self) -> None:
-        self._since = time.monotonic()
+    def step_ends(self) -> None:
+        self._rests_since = time.monotonic()
 
-    def is_long(self) -> bool:
-        """So long that the next step is hardly on its way."""
-        return time.monotonic() - self._since > _REST_S
+    def end(self) -> None:
+        """The cache is not touched any more. Idempotent."""
+        self._ending.set()
+        self._thread.join()
 
-
-def make_resident(pool: KVPool, ranks: int, idle: Callable[[], bool]) -> None:
-    """Begin; `ranks` share the host, and `idle` says that no step runs."""
-    most = min(MOST, host_memory().available // _PART) // ranks
-    threading.Thread(target=_populate, args=(weakref.ref(pool), most, idle), name="kv-cache", daemon=True).start()
-
-
-def _populate(pool: weakref.ref[KVPool], most: int, idle: Callable[[], bool]) -> None:
-    for number, first, end in _pieces(pool):
-        while pool() is not None and not idle():
-            time.sleep(_LOOK_S)
-        held = pool()
-        most -= end - first
-        if held is None or most < 0:
-            return
-        tensor = held.host_tensors()[number]  # keeps its memory where it is during the call
-        del held
-        if not _asked_for(tensor.data_ptr(), first, end):
-            return
+    def _populate(self, pool: KVPool) -> None:
+        addresses = [tensor.data_ptr() for tensor in pool.host_tensors()]
+        left = self._most
+        for number, first, end in _pieces(pool):
+            while not self._ending.is_set() and time.monotonic() - self._rests_since < _REST_S:
+                self._ending.wait(_LOOK_S)
+            left -= end - first
+            if self._ending.is_set() or left < 0 or not _asked_for(addresses[number], first, end):
+                return
 
 
-def _pieces(pool: weakref.ref[KVPool]) -> Iterator[tuple[int, int, int]]:
+def _pieces(pool: KVPool) -> Iterator[tuple[int, int, int]]:
     """(which tensor, from byte, to byte): of all tensors the blocks that are handed out first, then the next ones."""
-    held = pool()
-    if held is None:
-        return
-    sizes, blocks = [tensor.nbytes for tensor in held.host_tensors()], held.blocks
-    del held
+    sizes, blocks = [tensor.nbytes for tensor in pool.host_tensors()], pool.blocks
     step = max(1, _PIECE * blocks // max(sizes, default=1))
     for block in range(0, blocks, step):
         for number, size in enumerate(sizes):

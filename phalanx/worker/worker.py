@@ -47,7 +47,7 @@ from phalanx.worker.limits import Memory, host_memory, usable_cores
 from phalanx.worker.memory import CacheSize, Needs, activation_bytes, cache_budget, cache_size, check_before_loading
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.request_table import RequestTable
-from phalanx.worker.residency import Rest, make_resident
+from phalanx.worker.residency import Residency
 from phalanx.worker.stage_link import StageLink
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -119,7 +119,8 @@ class Worker:
         self._kv_room = 0
         """Bytes that the KV cache could have here; the ranks agree on what the tightest has."""
         self._step_s = 0.0
-        self._rest = Rest()
+        self._residency: Residency | None = None
+        """Of the pool's memory."""
         self._checked = False
         self._decoder: Decoder | None = None
         self._pool: KVPool | None = None
@@ -268,9 +269,9 @@ class Worker:
         if blocks is None:
             blocks = self.cache_size().blocks
         if self._pool is None or self._pool.blocks != blocks:
-            self._runner = self._pool = None  # before the new one, so that both are never there
+            self._drop_pool()  # before the new one, so that both are never there
             self._pool = self._new_pool(decoder, blocks)
-            make_resident(self._pool, self.node_ranks, self._rest.is_long)
+            self._residency = Residency(self._pool, self.node_ranks)
         self._runner = self._new_runner(decoder, self._pool)
         self.epoch = epoch
         report("kv cache", 1.0)
@@ -299,14 +300,16 @@ class Worker:
             return None
         if self._runner is None or self.state != "ready":
             raise RuntimeError(f"the worker is {self.state}")
-        self._rest.ends()
+        if self._residency is not None:
+            self._residency.step_begins()
         try:
             return self._runner.run(plan)
         except BaseException:
             self.state = "dead"  # the table may be half changed
             raise
         finally:
-            self._rest.begins()
+            if self._residency is not None:
+                self._residency.step_ends()
 
     def reset(self, epoch: int) -> None:
         """Forget every request and cached block; plans of `epoch` count from now on."""
@@ -340,7 +343,8 @@ class Worker:
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
-        self._runner = self._pool = self._decoder = None
+        self._drop_pool()
+        self._decoder = None
         self.state = "dead"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -356,6 +360,11 @@ class Worker:
         if self._pool is None:
             raise RuntimeError("the worker has no KV cache")
         return self._pool
+
+    def _drop_pool(self) -> None:
+        if self._residency is not None:
+            self._residency.end()
+        self._runner = self._pool = self._residency = None
 
     def _new_pool(self, decoder: Decoder, blocks: int) -> KVPool:
         dtype = DTYPES[self.config.cache.kv_cache_dtype]

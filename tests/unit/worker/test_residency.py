@@ -40,24 +40,27 @@ def test_the_first_blocks_and_not_all(ranks: int, resident: int, monkeypatch: py
     monkeypatch.setattr(residency, "MOST", 24 * MIB)
     monkeypatch.setattr(residency, "_PART", 1)
     cache = Cache()
-    residency.make_resident(cache, ranks, lambda: True)  # type: ignore[arg-type]
-    assert wait_until(lambda: not any(thread.name == "kv-cache" for thread in threading.enumerate()), 10)
+    made = residency.Residency(cache, ranks)  # type: ignore[arg-type]
+    assert wait_until(lambda: not threads(), 10)
     pages = 2 * 2 * 2 * MIB  # of each the system may give whole huge pages, at both ends
     assert cache.untouched(0, resident) <= 16384 and cache.untouched(resident) >= (64 - resident) * MIB // 2 - pages
     assert all(tensor[0, :8].tolist() == [7] * 8 for tensor in cache.host_tensors())
+    made.end()
 
 
-def test_nothing_while_a_step_runs_and_a_cache_that_is_given_back_is_not_held() -> None:
-    rest, cache = residency.Rest(), Cache()
-    rest.ends()
-    residency.make_resident(cache, 1, rest.is_long)  # type: ignore[arg-type]
-    time.sleep(0.2)  # longer than a rest has to be
-    assert cache.untouched() > 24 * MIB
-    rest.begins()
-    deadline = time.monotonic() + 10
-    while cache.untouched() > 24 * MIB:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    rest.ends()
-    del cache
-    assert wait_until(lambda: not any(thread.name == "kv-cache" for thread in threading.enumerate()), 10)
+def test_nothing_while_a_step_runs_and_nothing_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "_REST_S", 1e9)  # as if a step had just been there
+    cache = Cache()
+    made = residency.Residency(cache, 1)  # type: ignore[arg-type]
+    made.step_begins()
+    monkeypatch.setattr(residency, "_REST_S", 0.0)
+    time.sleep(0.5)  # two looks
+    assert cache.untouched() > 24 * MIB and threads() == 1
+    made.step_ends()
+    assert wait_until(lambda: cache.untouched() < 24 * MIB, 10)
+    made.end()
+    assert not threads()
+
+
+def threads() -> int:
+    return sum(thread.name == "kv-cache" for thread in threading.enumerate())
