@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MOST = 512 * 2**20
 """Bytes on a host that are asked for; the rest becomes resident when it is used."""
+LEAST = 64 * 2**20
+"""A smaller cache is not worth it."""
 _PART = 8
 """At most one in so many bytes that the host has left is asked for."""
 _PIECE = 2 * 2**20
@@ -55,7 +57,10 @@ class Residency:
         self._thread.join()
 
     def _populate(self, pool: KVPool) -> None:
-        addresses = [tensor.data_ptr() for tensor in pool.host_tensors()]
+        tensors = pool.host_tensors()
+        if sum(tensor.nbytes for tensor in tensors) < LEAST:
+            return
+        addresses = [tensor.data_ptr() for tensor in tensors]
         left = self._most
         for number, first, end in _pieces(pool):
             while not self._ending.is_set() and time.monotonic() - self._rests_since < _REST_S:

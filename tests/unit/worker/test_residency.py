@@ -35,6 +35,11 @@ class Cache:
         return sum(untouched(t[first:end].data_ptr(), t[first:end].nbytes) for t in self._tensors)
 
 
+@pytest.fixture(autouse=True)
+def any_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "LEAST", 0)
+
+
 @pytest.mark.parametrize(("ranks", "resident"), [(1, 48), (2, 24)])
 def test_the_first_blocks_and_not_all(ranks: int, resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residency, "MOST", 24 * MIB)
@@ -60,6 +65,15 @@ def test_nothing_while_a_step_runs_and_nothing_after_the_end(monkeypatch: pytest
     assert wait_until(lambda: cache.untouched() < 24 * MIB, 10)
     made.end()
     assert not threads()
+
+
+def test_a_small_cache_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "LEAST", 33 * MIB)
+    cache = Cache()
+    made = residency.Residency(cache, 1)  # type: ignore[arg-type]
+    assert wait_until(lambda: not threads(), 10)
+    assert cache.untouched() > 24 * MIB
+    made.end()
 
 
 def threads() -> int:
