@@ -149,7 +149,8 @@ def test_requests_leave_the_engine_when_the_far_servers_hang_and_go_on_when_they
     with frozen(both.far):
         assert wait_until(lambda: both.running() == 0, 10), both.outputs
         assert all(client.is_alive() for client in clients)
-        assert both.near.at_rest(5) and "were lost: it has not answered for" in both.near.output
+        assert both.near.at_rest(5)
+        both.near.says("were lost: it has not answered for", 5)
     assert wait_until(lambda: both.running() == 3, 15), both.outputs
     both.pace.release()
     assert [check_stream(log, oracle) for log in logs(clients)] == [[], [], []]
@@ -205,7 +206,7 @@ def test_who_does_not_fit_is_told_why(both: Machines, tmp_path: Path) -> None:
     _refused(keyless, "transport keys differ", "PHALANX_TRANSPORT_KEY")
     _refused(stranger, "Nodes differ: config.json", "Here the model is tiny")
     _refused(without, "There is no tokenizer in")
-    assert "it does not have the transport key" in both.near.output
+    both.near.says("it does not have the transport key", 5)
     assert both.far.get("/health/ready")[0] == 200
 
 
