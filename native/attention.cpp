@@ -108,7 +108,8 @@ void AttentionPlan::make(const AttentionLayer& layer, int threads, AttentionTask
     made.part_rows += static_cast<std::size_t>(rows) * spans;
     made.splits.push_back(split);
   }
-  std::stable_sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  if (threads > 1)  // one alone takes them as they are: a row's heads, whose tiles are neighbours, one after the other
+    std::stable_sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
   for (const auto& piece : pieces) made.pieces.push_back(piece.second);
   made.left = std::make_unique<std::atomic<int>[]>(made.splits.size());
   for (std::size_t i = 0; i < made.splits.size(); ++i) made.left[i].store(made.splits[i].pieces);

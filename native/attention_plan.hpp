@@ -48,7 +48,7 @@ struct AttentionLayer {
   AttentionLayer(const AttentionLayer&) = delete;
 };
 
-// The tasks of a step for layers of one kind, the costliest first.
+// The tasks of a step for layers of one kind; of several threads, the costliest first.
 struct AttentionTasks {
   int window;
   std::vector<int> group_start;
