@@ -16,6 +16,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -39,6 +40,7 @@ BEAT_S = 0.25
 """Seconds between two `Beat`s."""
 
 _LENGTH = struct.Struct(">I")
+_T = TypeVar("_T")
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
@@ -174,12 +176,17 @@ def body_length(header: bytes) -> int:
     return length
 
 
+def decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes | memoryview, what: str) -> _T:
+    """The message in a frame's body. Raises BrokenFrame, which says what it should be."""
+    try:
+        return decoder.decode(body)
+    except Exception as error:
+        raise BrokenFrame(f"not {what}: {error}") from error
+
+
 def decode_from_engine(body: bytes | memoryview) -> FromEngine:
     """Raises BrokenFrame."""
-    try:
-        return _from_engine.decode(body)
-    except Exception as error:
-        raise BrokenFrame(f"not a message of the engine: {error}") from error
+    return decoded(_from_engine, body, "a message of the engine")
 
 
 _BURST = 1 << 14
@@ -254,10 +261,7 @@ class FrameSocket:
             end = body + body_length(bytes(self._received[position:body]))
             if len(self._received) < end:
                 break
-            try:
-                messages.append(_to_engine.decode(bytes(self._received[body:end])))
-            except Exception as error:
-                raise BrokenFrame(f"not a message of the front end: {error}") from error
+            messages.append(decoded(_to_engine, bytes(self._received[body:end]), "a message of the front end"))
             position = end
         del self._received[:position]
         return messages

@@ -15,7 +15,7 @@ from __future__ import annotations
 import msgspec
 
 from phalanx.config import EngineConfig
-from phalanx.engine.core_messages import Abort, BrokenFrame, LoadFailed, Outputs, Start, Started, Submit
+from phalanx.engine.core_messages import Abort, LoadFailed, Outputs, Start, Started, Submit, decoded
 from phalanx.metrics.counts import Counts
 
 
@@ -98,15 +98,9 @@ _from_server = msgspec.msgpack.Decoder(FromServer)
 
 def decode_to_server(body: bytes | memoryview) -> ToServer:
     """Raises BrokenFrame."""
-    try:
-        return _to_server.decode(body)
-    except Exception as error:
-        raise BrokenFrame(f"not a message of the router: {error}") from error
+    return decoded(_to_server, body, "a message of the router")
 
 
 def decode_from_server(body: bytes | memoryview) -> FromServer:
     """Raises BrokenFrame."""
-    try:
-        return _from_server.decode(body)
-    except Exception as error:
-        raise BrokenFrame(f"not a message of an API server: {error}") from error
+    return decoded(_from_server, body, "a message of an API server")

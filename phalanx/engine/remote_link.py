@@ -24,7 +24,7 @@ import msgspec
 from phalanx.config import ParallelConfig
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.secure_stream import CODE, HEADER, SecureStream, Steps, Unauthenticated
-from phalanx.engine.core_messages import MAX_FRAME, BrokenFrame, frame
+from phalanx.engine.core_messages import MAX_FRAME, BrokenFrame, decoded, frame
 from phalanx.engine.frames import FrameStream, Received
 from phalanx.executor.interfaces import notice_silence
 from phalanx.executor.keys import derive, root_secret
@@ -74,19 +74,12 @@ _greeting = msgspec.msgpack.Decoder(Greeting)
 
 def decode_join(body: bytes | memoryview) -> Join:
     """Raises BrokenFrame."""
-    return _decoded(_join, body, "the first words of API servers")
+    return decoded(_join, body, "the first words of API servers")
 
 
 def decode_greeting(body: bytes | memoryview) -> Greeting:
     """Raises BrokenFrame."""
-    return _decoded(_greeting, body, "a router's answer")
-
-
-def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes | memoryview, what: str) -> _T:
-    try:
-        return decoder.decode(body)
-    except Exception as error:
-        raise BrokenFrame(f"not {what}: {error}") from error
+    return decoded(_greeting, body, "a router's answer")
 
 
 def join_key(parallel: ParallelConfig, port: int) -> bytes:
