@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, cast
 
 import msgspec
 
@@ -38,7 +37,7 @@ class Resuming:
         rid = request.request_id
         progress, report = self._expected.pop(rid.rpartition("-")[0], (None, None))
         if progress is None or report is None:
-            async with aclosing(cast("Any", self._client.generate(request))) as outputs:
+            async with aclosing(self._client.generate(request)) as outputs:
                 async for output in outputs:
                     yield output
             return
@@ -60,7 +59,7 @@ class Resuming:
         if progress.token_ids:
             request = msgspec.structs.replace(request, output_token_ids=progress.token_ids)
         told = not progress.token_ids
-        async with aclosing(cast("Any", self._client.generate(request))) as outputs:
+        async with aclosing(self._client.generate(request)) as outputs:
             async for output in outputs:
                 if not told and output.error is None:
                     told = True

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Coroutine, Iterable
 from contextlib import aclosing
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, request_error
@@ -85,7 +85,7 @@ class BlockingRouter:
         rid, made = request.request_id, 0
         try:
             if self._router is not None:
-                async with aclosing(cast("Any", self._router.generate(request))) as outputs:
+                async with aclosing(self._router.generate(request)) as outputs:
                     async for output in outputs:
                         made = output.start + len(output.token_ids)
                         self._outputs.put(output)

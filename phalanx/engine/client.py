@@ -6,7 +6,7 @@ to the same engine or another, from its prompt and the tokens delivered so far.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 import msgspec
@@ -100,6 +100,11 @@ class EngineLost(EngineDead):
         self.cause = cause
         self.kind = kind
         self.silent = silent
+
+    @classmethod
+    def closed(cls) -> EngineLost:
+        """Its owner has closed it."""
+        return cls("The engine is closed.", "it was closed", kind="ended")
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -222,10 +227,10 @@ class EngineClient(Protocol):
         """Raises UserError when the model cannot be loaded."""
         ...
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         """Yields until an output with a finish reason. The first output of an accepted request has no tokens: it says
         that the request is in the queue; one that is refused gets an error output instead (`error.status` 503 when
-        the queue is full). Closing the iterator aborts the request. Raises EngineDead when the engine is lost."""
+        the queue is full). Closing the generator aborts the request. Raises EngineDead when the engine is lost."""
         ...
 
     async def abort(self, request_id: str) -> None: ...

@@ -199,30 +199,26 @@ class FarRouter:
 
     async def lost(self) -> EngineLost:
         await self._gone.wait()
-        return self._lost or _closed()
+        return self._lost or EngineLost.closed()
 
     async def drain(self, timeout: float) -> bool:
         return await self._mailboxes.drained(timeout)
 
     async def close(self) -> None:
         """Ends the streams; the connection is left to `leave`, since there may be more to say."""
-        self._mailboxes.fail(_closed())
+        self._mailboxes.fail(EngineLost.closed())
 
     async def leave(self) -> None:
         """End the connection, when what was posted has gone."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._lose(_closed())
+        self._lose(EngineLost.closed())
         await self._stream.end()
 
 
 def _gone(why: str) -> EngineLost:
     return EngineLost(f"The process with the engines is gone: {why}.", why, kind="ended")
-
-
-def _closed() -> EngineLost:
-    return EngineLost("The engine is closed.", "it was closed", kind="ended")
 
 
 def _settle(future: asyncio.Future[_T], result: _T) -> None:

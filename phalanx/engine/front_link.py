@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
-from typing import cast
 
 import msgspec
 
@@ -97,8 +96,7 @@ class FrontLink:
             start = len(request.output_token_ids)
             if self._prefix:
                 request = msgspec.structs.replace(request, request_id=self._prefix + rid)
-            stream = cast("AsyncGenerator[EngineOutput, None]", self._router.generate(request))
-            async with aclosing(stream) as outputs:
+            async with aclosing(self._router.generate(request)) as outputs:
                 async for output in outputs:
                     self._put(msgspec.structs.replace(output, request_id=rid) if self._prefix else output)
                     start = output.start + len(output.token_ids)

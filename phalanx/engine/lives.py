@@ -15,10 +15,10 @@ import contextlib
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -119,7 +119,7 @@ class Lives:
         self._start_s = time.monotonic() - began
         return info
 
-    def _keep(self, work: Any) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -237,7 +237,7 @@ class Lives:
             await asyncio.sleep(PROBE_AFTER_S)
         request = EngineRequest("probe", [0], SamplingParams(max_tokens=1, temperature=0.0, seed=0))
         with contextlib.suppress(PhalanxError, TimeoutError):
-            async with asyncio.timeout(PROBE_S), aclosing(cast("Any", client.generate(request))) as outputs:
+            async with asyncio.timeout(PROBE_S), aclosing(client.generate(request)) as outputs:
                 async for output in outputs:
                     if output.token_ids:
                         self.moved()

@@ -398,7 +398,7 @@ class RemoteRouter:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         far, self._far = self._far, None
-        self._give_up(self._gone or EngineLost("The engine is closed.", "it was closed", kind="ended"))
+        self._give_up(self._gone or EngineLost.closed())
         if far is not None:
             far.post(Leaving())
             await self._leave(far)

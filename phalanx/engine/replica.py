@@ -255,7 +255,7 @@ class Replica:
 
     async def lost(self) -> EngineLost:
         await self._gone.wait()
-        return self._lost or _closed()
+        return self._lost or EngineLost.closed()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         if self._lost is not None:
@@ -304,7 +304,7 @@ class Replica:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all(self._lost or _closed())
+        self._fail_all(self._lost or EngineLost.closed())
         if self._stream is not None:
             self._stream.close()
         if self._socket is not None:
@@ -327,7 +327,3 @@ class Replica:
 def _wait(process: subprocess.Popen[bytes], seconds: float | None) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
-
-
-def _closed() -> EngineLost:
-    return EngineLost("The engine is closed.", "it was closed", kind="ended")

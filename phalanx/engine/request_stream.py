@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any, cast
+from typing import Any
 
 from phalanx.engine.client import EngineClient, EngineOutput, EngineRequest
 from phalanx.engine.core_messages import raised
@@ -39,9 +39,7 @@ class _Gathering:
     async def _read(self, child: EngineRequest) -> None:
         rid, announced = child.request_id, False
         try:
-            # Closing the iterator is what aborts the engine's request.
-            stream = cast("Any", self._client.generate(child))
-            async with aclosing(stream) as outputs:
+            async with aclosing(self._client.generate(child)) as outputs:  # which aborts the engine's request
                 async for output in outputs:
                     if output.error is not None:
                         raise raised(output.error)

@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import cast
 
 import msgspec
 
@@ -212,8 +211,7 @@ class Router:
         members[rid] = cursor
         self._burden(engine, work)
         try:
-            stream = cast("AsyncGenerator[EngineOutput, None]", client.generate(request))
-            async with aclosing(stream) as outputs:
+            async with aclosing(client.generate(request)) as outputs:
                 async for output in outputs:
                     if output.error is not None:
                         cursor.leaving = False
