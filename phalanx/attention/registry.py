@@ -1,4 +1,4 @@
-"""Which attention backend a worker uses, and why: the first that serves the device, in an order of preference."""
+"""Which attention backend a worker uses: the first that serves the device, in an order of preference."""
 
 from __future__ import annotations
 
@@ -21,33 +21,19 @@ class Entry:
     """Of activations and cache."""
     compiled: bool
     """Needs the native library."""
-    reason: str
 
 
 _TORCH_TYPES = ("float32", "bfloat16", "float16")
 _ENTRIES = (
-    Entry(
-        "native", "phalanx.attention.native:NativeAttention", ("cpu",), ("float32", "bfloat16", "int8"), True,
-        "one call a layer, the same bits in any batch",
-    ),
-    Entry(
-        "cpu", "phalanx.attention.cpu:CpuAttention", ("cpu",), _TORCH_TYPES, False,
-        "batched flash attention of PyTorch for CPUs",
-    ),
-    Entry(
-        "sdpa", "phalanx.attention.sdpa:SdpaAttention", (), _TORCH_TYPES, False,
-        "the reference in plain PyTorch, which runs on any device",
-    ),
-)  # fmt: skip
+    Entry("native", "phalanx.attention.native:NativeAttention", ("cpu",), ("float32", "bfloat16", "int8"), True),
+    Entry("cpu", "phalanx.attention.cpu:CpuAttention", ("cpu",), _TORCH_TYPES, False),
+    Entry("sdpa", "phalanx.attention.sdpa:SdpaAttention", (), _TORCH_TYPES, False),
+)
 
 
-@dataclass(frozen=True)
-class Choice:
-    backend: AttentionBackend
-    reason: str
-
-
-def choose(device: str, name: str | None = None, *, dtype: str = "float32", cache_dtype: str | None = None) -> Choice:
+def choose(
+    device: str, name: str | None = None, *, dtype: str = "float32", cache_dtype: str | None = None
+) -> AttentionBackend:
     """The backend for a device ("cpu", "cuda") and the types of activations and cache, or the one called `name`. Raises
     ConfigError for one that cannot be."""
     if name is not None and name not in (entry.name for entry in _ENTRIES):
@@ -60,7 +46,8 @@ def choose(device: str, name: str | None = None, *, dtype: str = "float32", cach
             missing = _missing(entry, device, types)
             if not missing:
                 module, _, cls = entry.place.partition(":")
-                return Choice(getattr(import_module(module), cls)(), entry.reason)
+                backend: AttentionBackend = getattr(import_module(module), cls)()
+                return backend
             why = why or missing
     raise (
         ConfigError(f"The attention backend '{name}' {why}.", fix="Leave it out.")

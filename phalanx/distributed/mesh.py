@@ -4,8 +4,7 @@
 
 so the ranks of a tensor group are neighbours. Pipeline stages may have tensor groups of different widths
 (`stage_tp`); ranks are then counted in the same order, with each stage's own width. The groups of one kind cut the
-world into disjoint sets, and two groups of different kinds meet in exactly one rank or none. Expert parallelism is a
-view: the ranks of one pipeline stage over all other axes, which hold different experts of the same layers.
+world into disjoint sets, and two groups of different kinds meet in exactly one rank or none.
 """
 
 from __future__ import annotations
@@ -106,8 +105,3 @@ class Mesh:
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of one kind, by their lowest rank."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.world_size)}))
-
-    def expert_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same layers, in rank order."""
-        stage = self.place(rank).pp
-        return tuple(r for r in range(self.world_size) if self.place(r).pp == stage)

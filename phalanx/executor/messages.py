@@ -142,8 +142,6 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     epoch: int
     blocks: int
     """The most that fit here."""
-    reason: str
-    """What decided it."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -334,8 +334,7 @@ class Rank:
             self._worker = worker
         self._send(Loaded(begin.epoch))
         self._order(epoch, Measure)
-        size = worker.cache_size()
-        self._send(Measured(begin.epoch, size.blocks, size.reason))
+        self._send(Measured(begin.epoch, worker.cache_size()))
         blocks = self._order(epoch, Allocate).blocks
         reach("allocate", rank=self._start.rank, life=self._start.life)
         layout = worker.allocate(self._progress, blocks=blocks, epoch=begin.epoch)

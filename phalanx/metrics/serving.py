@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from phalanx.metrics.counts import Counts, as_metrics, summed
 from phalanx.metrics.engine_snapshot import EngineSnapshot
 from phalanx.metrics.engine_stats import PREFIX, EngineCollector
-from phalanx.outputs import RequestMetrics, RequestOutput
+from phalanx.outputs import RequestOutput
 
 _FIRST_TOKEN_S = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 _NEXT_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2, 5)
@@ -180,7 +180,6 @@ class RequestRecorder:
         self._last: dict[int, float] = {}
         self._generation_tokens = metrics.generation_tokens.labels(model)
         self._next_token = metrics.next_token.labels(model)
-        self._times: RequestMetrics | None = None
         self._ended = False
         metrics.prompt_tokens.labels(model).inc(prompt_tokens)
         metrics.prompt_sizes.labels(model).observe(prompt_tokens)
@@ -188,7 +187,6 @@ class RequestRecorder:
 
     def saw(self, output: RequestOutput) -> None:
         now = time.monotonic()
-        self._times = output.metrics
         for choice in output.outputs:
             count = len(choice.token_ids)
             if count:

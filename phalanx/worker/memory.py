@@ -41,13 +41,6 @@ class Needs:
         return -(-self.max_model_len // self.block_size)
 
 
-@dataclass(frozen=True)
-class CacheSize:
-    blocks: int
-    reason: str
-    """What decided it, for the log."""
-
-
 def activation_bytes(spec: DecoderSpec, dtype: str, *, tokens: int, rows: int) -> int:
     """An estimate, from above, of what a step of `tokens` tokens allocates besides weights and cache when `rows` of
     them are sampled: the widest layer's intermediate tensors, and logits with the sampler's copies."""
@@ -77,7 +70,7 @@ def cache_budget(memory: Memory, activations: int, config: CacheConfig, *, devic
     return min(int(memory.available * CPU_SHARE), room), "a quarter of the free memory"
 
 
-def cache_size(needs: Needs, memory: Memory, config: CacheConfig, *, device: str) -> CacheSize:
+def cache_size(needs: Needs, memory: Memory, config: CacheConfig, *, device: str) -> int:
     """How many blocks the KV cache gets once the weights are loaded. `memory` is what is left then.
 
     Never more than all requests at full length can use. Raises NotEnoughMemory when no request of `max_model_len`
@@ -96,7 +89,7 @@ def cache_size(needs: Needs, memory: Memory, config: CacheConfig, *, device: str
     blocks = max(budget, 0) // needs.bytes_per_block
     if blocks < needs.blocks_per_request:
         raise _too_small(needs, memory, blocks, max(budget, 0), reason, device)
-    return CacheSize(enough, "all requests at full length") if blocks >= enough else CacheSize(blocks, reason)
+    return min(blocks, enough)
 
 
 def check_before_loading(needs: Needs, memory: Memory, config: CacheConfig, *, device: str, dtype: str) -> None:

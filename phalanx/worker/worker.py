@@ -19,7 +19,7 @@ import msgspec
 import torch
 
 from phalanx import env
-from phalanx.attention import registry as attention_registry
+from phalanx.attention.registry import choose as choose_attention
 from phalanx.checkpoint.fingerprint import changed, fingerprint
 from phalanx.checkpoint.locate import Checkpoint, locate
 from phalanx.config import EngineConfig
@@ -44,7 +44,7 @@ from phalanx.step import NO_TOKEN, Admission, Rows, SamplingState, StepPlan, Ste
 from phalanx.worker.arithmetic import check_products
 from phalanx.worker.kv_pool import KVPool
 from phalanx.worker.limits import Memory, host_memory, usable_cores
-from phalanx.worker.memory import CacheSize, Needs, activation_bytes, cache_budget, cache_size, check_before_loading
+from phalanx.worker.memory import Needs, activation_bytes, cache_budget, cache_size, check_before_loading
 from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.request_table import RequestTable
 from phalanx.worker.residency import Residency
@@ -105,10 +105,6 @@ class Worker:
         self.epoch = 0
         self.state = "loading"
         self.device = _device(config.model.device)
-        self.cache_reason = ""
-        """What decided the size of the KV cache."""
-        self.attention_reason = ""
-        """Which attention backend runs, and why."""
         self._scheme = choose_scheme(config.model.quantization, DTYPES[config.model.dtype], self.device)
         self._keeper = keeper if self.device.type == "cpu" else None
         self._image: Image | None = None
@@ -214,10 +210,6 @@ class Worker:
 
     def _filled(self, memory: WeightMemory | None, progress: Callable[[float], None]) -> Decoder:
         model = self.config.model
-        attention = attention_registry.choose(
-            self.device.type, dtype=model.dtype, cache_dtype=self.config.cache.kv_cache_dtype
-        )
-        self.attention_reason = f"{attention.backend.name}: {attention.reason}"
         return load_decoder(
             self.checkpoint,
             self.spec,
@@ -226,7 +218,7 @@ class Worker:
             groups=self.groups,
             dtype=DTYPES[model.dtype],
             device=self.device,
-            backend=attention.backend,
+            backend=choose_attention(self.device.type, dtype=model.dtype, cache_dtype=self.config.cache.kv_cache_dtype),
             load_format="dummy" if model.load_format == "dummy" else "auto",
             progress=progress,
             split=self.split,
@@ -243,18 +235,17 @@ class Worker:
         """The transports of a new epoch; the weights stay. `allocate` makes the rest new."""
         self.groups.bind(groups)
 
-    def cache_size(self) -> CacheSize:
+    def cache_size(self) -> int:
         """How many blocks this rank can hold beside its weights. Raises NotEnoughMemory."""
         decoder = self._loaded()
         if self._pool is not None:  # what is there can be had again
-            return CacheSize(self._pool.blocks, self.cache_reason)
+            return self._pool.blocks
         if self.device.type == "cuda":
             self._activations = self._measured_activations(decoder)
         memory, cache = self._memory(), self.config.cache
-        size = cache_size(self._needs(), memory, cache, device=self.device.type)
+        blocks = cache_size(self._needs(), memory, cache, device=self.device.type)
         self._kv_room = cache_budget(memory, self._activations, cache, device=self.device.type)[0]
-        self.cache_reason = size.reason
-        return size
+        return blocks
 
     def allocate(
         self, progress: LoadProgress | None = None, *, blocks: int | None = None, epoch: int = 0
@@ -267,7 +258,7 @@ class Worker:
         report = progress or _silent
         report("kv cache", 0.0)
         if blocks is None:
-            blocks = self.cache_size().blocks
+            blocks = self.cache_size()
         if self._pool is None or self._pool.blocks != blocks:
             self._drop_pool()  # before the new one, so that both are never there
             self._pool = self._new_pool(decoder, blocks)

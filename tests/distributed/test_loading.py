@@ -54,7 +54,7 @@ def shares(checkpoint: Checkpoint, mesh: Mesh, readers: list[TensorReader], **sp
         width = mesh.widths[place.pp]
         loader.load_decoder(
             checkpoint, spec, mesh=mesh, rank=rank, dtype=torch.bfloat16, device=torch.device("cpu"),
-            groups=Groups(tp=Silent(place.tp, width)) if width > 1 else Groups(), backend=choose("cpu").backend,
+            groups=Groups(tp=Silent(place.tp, width)) if width > 1 else Groups(), backend=choose("cpu"),
             split=Split.of(spec, mesh, place.pp, **split),
         )  # fmt: skip
     return [reader.bytes_read / total for reader in readers]

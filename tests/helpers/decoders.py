@@ -23,7 +23,7 @@ def decoder_of(
     attention: str | None = None, dtype: torch.dtype = torch.float32, **options: Any,
 ) -> Decoder:  # fmt: skip
     checkpoint = locate(str(path))
-    backend = choose("cpu", attention, dtype=str(dtype).removeprefix("torch.")).backend
+    backend = choose("cpu", attention, dtype=str(dtype).removeprefix("torch."))
     return load_decoder(
         checkpoint, read_spec(checkpoint.config), mesh=mesh or Mesh(), rank=rank, groups=groups or Groups(),
         dtype=dtype, device=torch.device("cpu"), backend=backend, **options,

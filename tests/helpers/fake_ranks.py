@@ -85,7 +85,7 @@ class FakeRank:
             case Load():
                 self.say(Loaded(self.epoch))
             case Measure():
-                self.say(Measured(self.epoch, 10 + self.rank, "because"))
+                self.say(Measured(self.epoch, 10 + self.rank))
             case Allocate(blocks=blocks):
                 status = WorkerStatus(self.rank, 1000 + self.rank, "elsewhere", "cpu", "ready", "0-1", 1, {})
                 self.say(Ready(self.epoch, CacheLayout(blocks, 16, 100 + self.rank, 50), status))

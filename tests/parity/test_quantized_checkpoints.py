@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,6 @@ class Made:
     path: Path
     plain: Path
     how: Quantised
-    cuts_blocks: bool = field(default=False)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if name not in found:
             case = CASES[name]
             path, plain = quantised(tiny_checkpoint(case.family, **case.shape), tmp_path_factory.mktemp("q"), case.how)
-            found[name] = Made(path, plain, case.how, case.shape is _CUT)
+            found[name] = Made(path, plain, case.how)
         return found[name]
 
     return make

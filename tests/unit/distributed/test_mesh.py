@@ -39,15 +39,6 @@ def test_groups(mesh: Mesh) -> None:
             assert all(len(set(a) & set(b)) <= 1 for a in mesh.groups(first) for b in mesh.groups(second))
 
 
-@given(meshes)
-@settings(max_examples=30, deadline=None)
-def test_expert_groups_are_whole_stages(mesh: Mesh) -> None:
-    for rank in range(mesh.world_size):
-        group = mesh.expert_group(rank)
-        assert rank in group and len(group) == mesh.world_size // mesh.pp
-        assert {mesh.place(r).pp for r in group} == {mesh.place(rank).pp}
-
-
 def test_rank_order() -> None:
     """Tensor ranks are neighbours, then context, then stages, then replicas."""
     mesh = Mesh(dp=2, pp=3, cp=2, tp=4)

@@ -127,7 +127,7 @@ def test_dummy_weights(family: str) -> None:
     for _ in range(2):
         decoder = loader.load_decoder(
             None, spec, mesh=Mesh(), rank=0, groups=Groups(), dtype=torch.float32, device=torch.device("cpu"),
-            backend=choose("cpu").backend, load_format="dummy",
+            backend=choose("cpu"), load_format="dummy",
         )  # fmt: skip
         driver = Driver(decoder)
         logits.append(driver.prefill(driver.stream(random_ids(7))))

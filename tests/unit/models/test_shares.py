@@ -35,7 +35,7 @@ def test_each_rank_holds_what_its_share_says(family: str, layout: str) -> None:
         for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
             decoder = Decoder(
                 spec, mesh, rank, Groups(tp=Several(mesh.widths[place.pp], place.tp)), dtype, torch.device("cpu"),
-                choose("cpu").backend, split=split,
+                choose("cpu"), split=split,
             )  # fmt: skip
             assert decoder.nbytes == weight_bytes(spec, mesh, split, place, name), (rank, name)
             pool = KVPool(decoder, blocks=3, block_size=16, dtype=dtype)

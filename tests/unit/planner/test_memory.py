@@ -50,7 +50,7 @@ def test_the_worker_comes_to_the_same_number():
             rank.weights, rank.activations, rank.kv_bytes_per_block // 16, 16, demand.max_model_len, demand.max_num_seqs
         )
         left = Memory(device.memory.total, device.memory.available - rank.weights)
-        assert found.blocks == cache_size(needs, left, config.cache, device=device.kind).blocks
+        assert found.blocks == cache_size(needs, left, config.cache, device=device.kind)
 
 
 @pytest.mark.parametrize("used", ["1G", "50%", "90%", "97%"])
