@@ -13,14 +13,13 @@ could write to. Does not decide how the model is split.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Container
 from concurrent.futures import Future
 
@@ -34,8 +33,9 @@ from phalanx.executor.base import CacheLayout, LoadProgress, NoCapacity, WorkerD
 from phalanx.executor.blame import failure
 from phalanx.executor.deadlines import Awaited, Bounds, Verdict, Vigil, asks_every, join_bound
 from phalanx.executor.death import kind_of
+from phalanx.executor.flight import Flight
 from phalanx.executor.launcher import Launcher, Layout
-from phalanx.executor.members import Member, Watch, cache_layout, check_versions, check_weights, shared_progress
+from phalanx.executor.members import Member, Watch, cache_layout, check_versions, check_weights
 from phalanx.executor.messages import (
     RESULT,
     AbortEpoch,
@@ -57,11 +57,10 @@ from phalanx.executor.messages import (
     Stop,
     decode_from_rank,
 )
-from phalanx.executor.pending import Pending
+from phalanx.executor.progress import SharedProgress
 from phalanx.executor.seating import Choice, Choose, Seating, Share, node_of
 from phalanx.executor.traffic import Traffic
-from phalanx.step import StepPlan, StepResult, decode_result
-from phalanx.step import encode as encode_step
+from phalanx.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +74,16 @@ _NO_LIMIT = 1 << 60
 
 class HubExecutor:
     def __init__(
-        self, launcher: Launcher, layout: Layout, *,
-        encrypt: bool = False, exchange_timeout: float = 300.0, key: bytes = b"", choose: Choose | None = None,
+        self,
+        launcher: Launcher,
+        layout: Layout,
+        *,
+        encrypt: bool = False,
+        exchange_timeout: float = 300.0,
+        key: bytes = b"",
+        choose: Choose | None = None,
         share: Share | None = None,
-    ):  # fmt: skip
+    ):
         """`exchange_timeout` in seconds bounds every wait for another rank within a step. Ranks prove `key` to join;
         without one, a new one is made. Without `choose`, the layout stays as it is, whatever is lost; with `share` too
         it is shared out when ranks have their places."""
@@ -87,13 +92,13 @@ class HubExecutor:
         self._encrypt, self._exchange_timeout = encrypt, exchange_timeout
         self._members: list[Member] = []
         self._changed = threading.Condition()
-        """Guards members, news and the epoch's abort; notified of every change."""
+        """Guards members and the epoch's abort; notified of every change."""
         self._epoch = -1
         self._abort = Abort()
         self._death: WorkerDied | None = None
         """Why this epoch is over."""
-        self._traffic: Traffic | None = None
-        self._pending: deque[Pending] = deque()
+        self._flight: Flight | None = None
+        """From when ranks are told to begin the epoch until it ends."""
         self._count = 0
         """Changes with progress."""
         self._vigil = Vigil(Bounds(EngineConfig().recovery.hang_timeout))
@@ -107,8 +112,7 @@ class HubExecutor:
         """How many processes have been started as each rank."""
         self._ended_at = 0.0
         self._config = EngineConfig()
-        self._progress: LoadProgress | None = None
-        self._news: list[tuple[str, float]] = []
+        self._progress = SharedProgress()
         self._host: str | None = None
         self._key = key or secrets.token_bytes(32)
         self._watch: Watch | None = None
@@ -130,7 +134,7 @@ class HubExecutor:
             raise RuntimeError("the executor has been started already")
         # What ranks need no knowledge of does not travel.
         parallel = dataclasses.replace(config.parallel, transport_key=None)
-        self._config, self._progress = dataclasses.replace(config, parallel=parallel), progress
+        self._config = dataclasses.replace(config, parallel=parallel)
         self._layout, self._longest, self._weights = self._whole, 0, ""
         self._vigil = Vigil(Bounds(config.recovery.hang_timeout))
         self._members = [Member(rank) for rank in range(self._layout.mesh.world_size)]
@@ -144,12 +148,13 @@ class HubExecutor:
                 if self._seating.begin():
                     self._move(self._seating.now)
                 self._layout = self._seating.now.layout
+            self._progress = SharedProgress(len(self._members), progress)
             layout = self._begin(0)
         except BaseException:
             self.close()
             raise
         finally:
-            self._progress = None
+            self._progress = SharedProgress()
         log.debug("%s", self._vigil.bounds)
         return layout if self._seating is None else msgspec.structs.replace(layout, shares=self._seating.shares)
 
@@ -163,25 +168,18 @@ class HubExecutor:
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """As `Executor.submit`."""
-        pending = Pending(self, plan)
+        refused: Future[StepResult] = Future()
         if self._watch is None:
-            pending.set_exception(WorkerDied(0, "it is closed or was never started"))
+            refused.set_exception(WorkerDied(0, "it is closed or was never started"))
         elif plan.epoch != self._epoch:
-            pending.cancel()
+            refused.cancel()
         elif self._abort.reason is not None:
-            pending.set_exception(self._why(None))
+            refused.set_exception(self.death(None))
+        elif (flight := self._flight) is None:
+            refused.set_exception(self.death(GroupBroken("The epoch has not begun.")))
         else:
-            self._lived = time.monotonic()
-            self._pending.append(pending)
-            self._keep_vigil()
-            try:
-                self._now().send(encode_step(plan), self._exchange_timeout)
-            except GroupBroken as broken:
-                death = self._why(broken)
-                with contextlib.suppress(ValueError):  # somebody may have ended the epoch meanwhile
-                    self._pending.remove(pending)
-                    pending.set_exception(death)
-        return pending
+            return flight.submit(plan)
+        return refused
 
     def restart(self, epoch: int) -> CacheLayout:
         """As `Executor.restart`. When it raises, it may be called again with a later epoch."""
@@ -369,7 +367,8 @@ class HubExecutor:
         nodes = [address.node for address in roster]
         loading = [address.node for address, m in zip(roster, members, strict=True) if not m.loaded]
         reporter = members[mesh.reporter]
-        self._traffic = traffic = Traffic(members, reporter, self._abort)
+        traffic = Traffic(members, reporter, self._abort)
+        self._flight = Flight(self, self._epoch, traffic, self._exchange_timeout)
         key = secrets.token_bytes(32)
         for member in members:
             node = nodes[member.rank]
@@ -404,15 +403,12 @@ class HubExecutor:
             with self._changed:
                 waiting = [m for m in self._members if not done(m)]
                 broken = self._abort.reason is not None
-                if waiting and not broken and not self._news:
+                if waiting and not broken and not self._progress.has_news:
                     self._changed.wait(_POLL_S)
-                news, self._news = self._news, []
-            for what, share in news:
-                if self._progress is not None:
-                    self._progress(what, share)
+            told = self._progress.tell()
             if broken:
                 raise self._failure(None, phase)
-            if not waiting and not news:
+            if not waiting and not told:
                 return
             for member in waiting:  # a process that dies before it joins has no stream to end
                 cause = self._launcher.cause(member.rank) if member.join is None else None
@@ -429,34 +425,18 @@ class HubExecutor:
         otherwise = str(broken or self._abort.reason)
         return failure(self._members, self._launcher, self._changed, self._verdict, otherwise, phase)
 
-    # -- results
+    # -- steps (`flight.Pilot`)
 
-    def collect(self, wanted: Pending) -> None:
-        """Fetch results, in order, until `wanted` has its own."""
-        while not wanted.done():
-            try:
-                result = decode_result(self._now().take())
-            except (GroupBroken, msgspec.DecodeError) as broken:
-                death = self._why(broken)
-                while self._pending:
-                    self._pending.popleft().set_exception(death)
-                if not wanted.done():
-                    wanted.set_exception(death)
-                return
-            if result.epoch == self._epoch and self._pending:
-                self._count += 1
-                self._lived = time.monotonic()
-                done = self._pending.popleft()
-                self._vigil.bounds.done(done.tokens)
-                done.set_result(result)
+    def step_begins(self) -> None:
+        self._lived = time.monotonic()
+        self._keep_vigil()
 
-    def _now(self) -> Traffic:
-        """Of this epoch. Raises GroupBroken when it has ended."""
-        if self._traffic is None:
-            raise GroupBroken("The epoch ended.")
-        return self._traffic
+    def step_done(self, tokens: int) -> None:
+        self._count += 1
+        self._lived = time.monotonic()
+        self._vigil.bounds.done(tokens)
 
-    def _why(self, broken: Exception | None) -> WorkerDied:
+    def death(self, broken: Exception | None) -> WorkerDied:
         """The lost rank behind a broken wait; the same for all plans of the epoch."""
         if self._death is None:
             with self._changed:
@@ -471,19 +451,17 @@ class HubExecutor:
         with self._changed:
             self._break(reason)
             self._ended_at = time.monotonic()
-            traffic, self._traffic = self._traffic, None
-        if traffic is not None:
-            traffic.close()
-        while self._pending:
-            self._pending.popleft().cancel()
+            flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.end()
 
     def _break(self, reason: str) -> None:
         """Every wait of this epoch ends now, here and in the ranks."""
         if self._abort.reason is not None:
             return
         self._abort.set(reason)
-        if self._traffic is not None:
-            self._traffic.put(None)
+        if self._flight is not None:
+            self._flight.put(None)
         for member in self._members:
             if member.left < member.begun:
                 member.send(AbortEpoch(reason))
@@ -521,8 +499,8 @@ class HubExecutor:
         if self._due:
             ranks = tuple(m.rank for m in self._members if m.reached != self._due)
             return Awaited((self._epoch, self._due), None, self._due in ("Met", "Loaded"), ranks)
-        oldest = next(iter(list(self._pending)), None)  # which the thread that collects takes from
-        if oldest is None or self._traffic is None or self._traffic.unread:
+        oldest = None if self._flight is None else self._flight.awaited
+        if oldest is None:
             return None
         return Awaited(oldest, oldest.tokens, False, tuple(m.rank for m in self._members))
 
@@ -551,8 +529,8 @@ class HubExecutor:
 
     def heard(self, member: Member, kind: int, content: bytes | memoryview) -> None:
         if kind == RESULT:
-            if (traffic := self._traffic) is not None:
-                traffic.put(bytes(content))
+            if (flight := self._flight) is not None:
+                flight.put(bytes(content))
             return
         message = decode_from_rank(content)
         with self._changed:
@@ -564,7 +542,7 @@ class HubExecutor:
             member.heard = time.monotonic()
             match message:
                 case Progress(phase=phase, share=share):
-                    self._note_progress(member, phase, share)
+                    self._progress.note(member.rank, phase, share)
                 case Left(epoch=epoch):
                     member.left = epoch
                 case Failed() if message.epoch == self._epoch:
@@ -587,14 +565,8 @@ class HubExecutor:
         with self._changed:
             if member.rank < len(self._members) and self._members[member.rank] is member and not member.lost:
                 member.lost = True
-                if member.silent is None and (self._pending or self._due):  # else nobody has looked for long
+                busy = self._due or (self._flight is not None and self._flight.busy)
+                if member.silent is None and busy:  # else nobody has looked for long
                     member.silent = time.monotonic() - max(member.stirred, self._lived)
                 self._break(f"rank {member.rank} is gone")
                 self._changed.notify_all()
-
-    def _note_progress(self, member: Member, phase: str, share: float) -> None:
-        if self._progress is not None:
-            member.shares[phase] = max(share, member.shares.get(phase, 0.0))
-            together = shared_progress(self._members, phase)
-            if together is not None:
-                self._news.append((phase, together))

@@ -87,8 +87,6 @@ class Member:
         self.why = "its connection ended"
         self.silent: float | None = None
         """Why it was lost, as far as its connection tells, and the seconds it had been silent then."""
-        self.shares: dict[str, float] = {}
-        """Progress by phase."""
 
     @property
     def node(self) -> str:
@@ -104,7 +102,6 @@ class Member:
         """Forget what belonged to the epoch before."""
         self.begun, self.reached = epoch, ""
         self.measured = self.failure = None
-        self.shares = {}
 
     def send(self, message: ToRank, descriptors: tuple[list[int], ...] = ()) -> None:
         """A rank that is gone is noticed by the watch; nothing is raised here."""
@@ -191,15 +188,6 @@ def cache_layout(members: Sequence[Member], reporter: int) -> CacheLayout:
     """What all ranks have, which are ready: as the reporter says, with the bytes of all."""
     layouts = [m.ready.layout for m in members if m.ready is not None]
     return msgspec.structs.replace(layouts[reporter], bytes_per_block=sum(each.bytes_per_block for each in layouts))
-
-
-def shared_progress(members: Sequence[Member], phase: str) -> float | None:
-    """The share of `phase` that all ranks together have done; None until all have ended the phases before."""
-    phases = list(dict.fromkeys(phase for m in members for phase in m.shares))
-    together = {p: sum(m.shares.get(p, 0.0) for m in members) / len(members) for p in phases}
-    if all(together[earlier] >= 1.0 for earlier in phases[: phases.index(phase)]):
-        return together[phase]
-    return None
 
 
 class Listener(Protocol):

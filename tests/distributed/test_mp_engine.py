@@ -100,7 +100,7 @@ class TestPipeline:
         submit = executor.submit
 
         def note(submitted):
-            sizes.append([len(submitted.rows.slots) // 2, len(executor._pending) + 1])
+            sizes.append([len(submitted.rows.slots) // 2, len(executor._flight._pending) + 1])
             return submit(submitted)
 
         monkeypatch.setattr(executor, "submit", note)
@@ -118,7 +118,7 @@ class TestPipeline:
                 admit = [admission(0, list(range(9)), [0, 1, 2])]
                 first = executor.submit(plan([Run(0, 9)], admit=admit, step=1))
                 second = executor.submit(plan([Run(1, 3)], admit=[admission(1, [5, 6, 7], [8])], step=2))
-                taken = executor._traffic._plans._segment.words
+                taken = executor._flight._traffic._plans._segment.words
                 assert wait_until(lambda: taken[LINE] == 2, 5)  # by the first stage
                 assert taken[2 * LINE] < 2
             finally:
