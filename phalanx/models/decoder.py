@@ -30,7 +30,7 @@ from phalanx.layers.weights import Loadable
 from phalanx.models.blocks import BlockContext, Step, make_block, make_norm
 from phalanx.models.decoding import Decoding
 from phalanx.models.rope import make_rotary
-from phalanx.models.spec import DecoderSpec, kv_head_bytes
+from phalanx.models.spec import DecoderSpec
 from phalanx.models.split import Split
 from phalanx.models.tapes import Tapes, record
 from phalanx.quantization.base import Scheme, Unquantized, choose_scheme
@@ -122,12 +122,6 @@ class Decoder(Layer):
             self.backend.allocate(block.attention.shape, blocks, block_size, dtype or self.dtype, self.device)
             for block in self.blocks
         ]
-
-    def cache_bytes_per_token(self, dtype: torch.dtype | None = None) -> int:
-        """Keys and values of this rank's layers and heads for one token."""
-        name = str(dtype or self.dtype).removeprefix("torch.")
-        shapes = [block.attention.shape for block in self.blocks]
-        return sum(shape.num_kv_heads * kv_head_bytes(shape.head_dim, name) for shape in shapes)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, caches: list[LayerCache], layout: StepLayout,
