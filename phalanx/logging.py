@@ -22,6 +22,12 @@ def escape(text: str) -> str:
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
+def is_worth_a_line(count: int) -> bool:
+    """Of what others make happen as often as they like: the 1st, 2nd, 4th, 8th, … time, so that they do not fill the
+    log."""
+    return count & (count - 1) == 0
+
+
 class TextFormatter(logging.Formatter):
     """`2026-01-31 12:00:00.123 INFO [engine] message`, then a traceback, each of its lines marked with `  | `."""
 

@@ -36,6 +36,7 @@ from phalanx.executor.interfaces import checked, listen
 from phalanx.executor.node_messages import Survey
 from phalanx.executor.survey import text_difference, text_survey, text_versions, version_difference
 from phalanx.layout_texts import split_address
+from phalanx.logging import is_worth_a_line
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.locate import Checkpoint
@@ -149,5 +150,5 @@ class RemoteServers:
 
     def _refuse(self, what: str) -> None:
         self.refused += 1
-        if self.refused & (self.refused - 1) == 0:  # 1, 2, 4, 8, …: nobody fills the log by knocking
+        if is_worth_a_line(self.refused):
             log.warning("Turned away %s. (%d turned away so far.)", what.rstrip("."), self.refused)

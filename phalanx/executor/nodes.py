@@ -62,6 +62,7 @@ from phalanx.executor.node_record import SAY_S, Node, RankProcess, capital, numb
 from phalanx.executor.probing import ProbeDoor, broken_pairs, probe_all
 from phalanx.executor.seating import Choose, Share
 from phalanx.executor.survey import measured, survey, version_difference, versions
+from phalanx.logging import is_worth_a_line
 from phalanx.worker.capacity import Capacity, of_place
 from phalanx.worker.limits import usable_cores
 
@@ -495,7 +496,7 @@ class NodesLauncher:
         with self._changed:
             self.refused += 1
             count = self.refused
-        if count & (count - 1) == 0:  # 1, 2, 4, 8, …: nobody fills the log by knocking
+        if is_worth_a_line(count):
             log.warning("Turned away %s. (%d turned away so far.)", what.rstrip("."), count)
 
     def _heard(self, node: Node, message: FromNode) -> None:
