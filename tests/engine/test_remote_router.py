@@ -318,12 +318,15 @@ async def test_while_the_router_is_away_so_many_may_wait_as_would_have_had_a_pla
         ({"encrypt_transport": True}, "only one side encrypts"),
     ],
 )
-async def test_a_wrong_key_is_said_at_once(options: dict[str, Any], says: str) -> None:
+async def test_a_wrong_key_is_said_at_once(
+    options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
     port = free_port()
     near, far = await RouterSide(port).open(), ServersSide(port, **options)
     with pytest.raises(ConfigError, match=says):
         await asyncio.wait_for(far.router.start(), 5)
     assert near.servers.refused == 1 and not near.ends._guests
+    assert "Turned away a caller from 127.0.0.1: it does not have the transport key." in caplog.text
     await far.router.close()
     await near.close()
 

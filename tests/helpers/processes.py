@@ -1,8 +1,11 @@
 """Looking at processes from outside."""
 
 import asyncio
+import contextlib
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import psutil
 
@@ -17,6 +20,15 @@ def alive(pid: int) -> bool:
 
 def gone_within(pid: int, seconds: float) -> bool:
     return wait_until(lambda: not alive(pid), seconds)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 class _Deadline:

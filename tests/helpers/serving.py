@@ -113,6 +113,14 @@ class Serving:
         pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in pairs}
 
+    def counted(self, name: str, *labels: str) -> float:
+        """The sum of a metric's values with these labels."""
+        return sum(
+            value
+            for key, value in self.metrics().items()
+            if key.partition("{")[0] == f"phalanx:{name}" and all(label in key for label in labels)
+        )
+
     # What it is made of
 
     def engine(self) -> int:

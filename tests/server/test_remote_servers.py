@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,70 +14,19 @@ from typing import Any
 import pytest
 
 from tests.helpers.history import Answer, Log, assemble, check_stream
-from tests.helpers.pace import Pace
-from tests.helpers.processes import wait_until
+from tests.helpers.machines import Machines
+from tests.helpers.processes import stopped, wait_until
 from tests.helpers.serving import Client, Serving, free_port
 from tests.helpers.tiny_model import write_tiny_model
 
-TOKENS = 120
-ASK: dict[str, Any] = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": TOKENS}
-KEY = {"PHALANX_TRANSPORT_KEY": "a secret"}
-
-
-class Machines:
-    """`near` has the engine and one API server, `far` has two API servers; both may be started again."""
-
-    def __init__(self, folder: Path, *options: str, here: tuple[str, ...] = ()):
-        """`options` are given to both, `here` where the engine is."""
-        self._options, self._here = options, here
-        self.folder, self.model = folder, write_tiny_model(folder / "tiny")
-        self.pace = Pace(folder)
-        self.at = f"127.0.0.1:{free_port()}"
-        self._ports = free_port(), free_port()
-        self._count = 0
-        self.near, self.far = self.start_near(), self.start_far()
-        self.near.ready()
-        self.far.ready()
-
-    def start_near(self, *options: str) -> Serving:
-        sizes = ["--dtype", "float32", "--kv-cache-memory-bytes", "8M"]
-        arguments = [str(self.model), *sizes, "--router-listen", self.at, *self._here, *options]
-        return self._start(arguments, self._ports[0], {"PHALANX_FAULT": self.pace.fault})
-
-    def start_far(
-        self, *options: str, model: Path | None = None, port: int | None = None, env: dict[str, str] | None = None
-    ) -> Serving:
-        arguments = [str(model or self.model), "--router", self.at, "--api-server-count", "2", *options]
-        return self._start(arguments, port or self._ports[1], env or {})
-
-    def _start(self, arguments: list[str], port: int, env: dict[str, str]) -> Serving:
-        self._count += 1
-        return Serving([*arguments, *self._options], self.folder / f"{self._count}.log", env={**KEY, **env}, port=port)
-
-    def close(self) -> None:
-        self.near.kill()
-        self.far.kill()
-
-    @property
-    def outputs(self) -> str:
-        return f"near:\n{self.near.output}\nfar:\n{self.far.output}"
-
-    def running(self) -> int:
-        requests = self.near.status()["requests"]
-        return int(requests["running"] + requests["waiting"])
-
-    def under_way(self, count: int, at: Serving | None = None) -> list[Client]:
-        """Streams that go on slowly until the pace is released."""
-        self.pace.hold()
-        clients = [Client(at or self.far, f"stream {n}", ASK) for n in range(count)]
-        assert wait_until(lambda: all(len(c.saw.events) > 5 or c.saw.broken for c in clients), 20), self.outputs
-        assert all(client.is_alive() for client in clients), self.outputs
-        return clients
+ASK: dict[str, Any] = {"prompt": "hello", "temperature": 0, "ignore_eos": True, "max_tokens": 120}
+SINGLE = ("--api-server-count", "1")
 
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
-    made = Machines(tmp_path_factory.mktemp("machines"))
+    folder = tmp_path_factory.mktemp("machines")
+    made = Machines(folder, write_tiny_model(folder / "tiny"), ASK)
     yield made
     made.close()
 
@@ -85,6 +35,12 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 def both(machines: Machines) -> Iterator[Machines]:
     yield machines
     machines.pace.release()
+
+
+def start_far_again(both: Machines) -> None:
+    """With a single server: each of them has much to import."""
+    both.far = both.start_far(*SINGLE)
+    both.far.ready()
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +57,6 @@ def logs(clients: list[Client]) -> list[Log]:
     return [client.saw for client in clients]
 
 
-def total(serving: Serving, name: str) -> float:
-    return sum(value for key, value in serving.metrics().items() if key.partition("{")[0] == f"phalanx:{name}")
-
-
 def takes_no_more(serving: Serving) -> bool:
     """A server that has no requests ends at once, perhaps with our connection in its hands."""
     with contextlib.suppress(OSError):
@@ -112,19 +64,9 @@ def takes_no_more(serving: Serving) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def frozen(serving: Serving) -> Iterator[None]:
-    """The process that keeps the servers, not these."""
-    os.kill(serving.process.pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(serving.process.pid, signal.SIGCONT)
-
-
 def test_both_answer_alike_and_tell_of_each_other(both: Machines, oracle: Answer) -> None:
     near, far = both.near, both.far
-    before = total(near, "request_success_total")
+    before = near.counted("request_success_total")
     clients = both.under_way(3)
     assert wait_until(lambda: both.running() == 3, 5)
     assert wait_until(lambda: far.status()["requests"]["running"] == 3, 3)
@@ -137,7 +79,7 @@ def test_both_answer_alike_and_tell_of_each_other(both: Machines, oracle: Answer
     both.pace.release()
     assert [check_stream(log, oracle) for log in logs(clients)] == [[], [], []]
     for asked in (near, far, far, near):  # whoever is asked
-        assert wait_until(lambda asked=asked: total(asked, "request_success_total") == before + 3, 5)
+        assert wait_until(lambda asked=asked: asked.counted("request_success_total") == before + 3, 5)
     assert far.get("/health/ready")[0] == 200 and near.at_rest(5)
 
 
@@ -146,7 +88,7 @@ def test_requests_leave_the_engine_when_the_far_servers_hang_and_go_on_when_they
     both: Machines, oracle: Answer
 ) -> None:
     clients = both.under_way(3)
-    with frozen(both.far):
+    with stopped(both.far.process.pid):  # which keeps the servers; they themselves go on
         assert wait_until(lambda: both.running() == 0, 10), both.outputs
         assert all(client.is_alive() for client in clients)
         assert both.near.at_rest(5)
@@ -182,9 +124,9 @@ def test_requests_leave_the_engine_at_once_when_the_far_servers_die(both: Machin
     both.pace.release()
     assert [check_stream(log, oracle) for log in logs(mine)] == [[]], "the others do not notice"
     assert all("[DONE]" not in [event.data for event in log.events] for log in logs(theirs))
-    assert both.near.at_rest(5) and [s["node"] for s in both.near.status()["servers"]] == [""]
-    both.far = both.start_far()
-    both.far.ready()
+    assert both.near.at_rest(5)
+    assert wait_until(lambda: [s["node"] for s in both.near.status()["servers"]] == [""], 5)
+    start_far_again(both)
 
 
 def _refused(serving: Serving, *says: str) -> None:
@@ -196,22 +138,20 @@ def _refused(serving: Serving, *says: str) -> None:
 
 
 def test_who_does_not_fit_is_told_why(both: Machines, tmp_path: Path) -> None:
-    """All at the same time."""
-    other = write_tiny_model(tmp_path / "other", layers=3)
-    bare = write_tiny_model(tmp_path / "bare")
+    """Both at the same time. Other reasons: `tests/engine/test_remote_router.py`."""
+    other, bare = (shutil.copytree(both.model, tmp_path / name) for name in ("other", "bare"))
+    (other / "config.json").write_text((other / "config.json").read_text() + "\n")
     (bare / "tokenizer.json").unlink()
-    keyless = both.start_far(port=free_port(), env={"PHALANX_TRANSPORT_KEY": "another"})
-    stranger = both.start_far(model=other, port=free_port())
-    without = both.start_far("--router", "127.0.0.1:9", model=bare, port=free_port())
-    _refused(keyless, "transport keys differ", "PHALANX_TRANSPORT_KEY")
+    stranger = both.start_far(*SINGLE, model=other, port=free_port())
+    without = both.start_far(*SINGLE, "--router", "127.0.0.1:9", model=bare, port=free_port())
     _refused(stranger, "Nodes differ: config.json", "Here the model is tiny")
     _refused(without, "There is no tokenizer in")
-    both.near.says("it does not have the transport key", 5)
+    both.near.says("Turned away API servers on .*Nodes differ: config.json", 5)
     assert both.far.get("/health/ready")[0] == 200
 
 
 def test_nobody_is_there_yet_and_ctrl_c(both: Machines) -> None:
-    far = both.start_far("--router", "127.0.0.1:9", port=free_port())
+    far = both.start_far(*SINGLE, "--router", "127.0.0.1:9", port=free_port())
     far.says(r"waiting for the router at 127.0.0.1:9: Connection refused \(0 s; gives up after 600 s\)", 20)
     assert far.get("/health/live")[0] == 200 and far.get("/health/ready")[0] == 503
     far.process.send_signal(signal.SIGINT)
@@ -226,9 +166,9 @@ def test_sigterm_drains_the_far_servers_alone(both: Machines, oracle: Answer) ->
     both.pace.release()
     assert [check_stream(log, oracle) for log in logs(clients)] == [[], []]
     assert both.far.ends(10) == 0 and both.far.left() == {}
-    assert wait_until(lambda: "have left" in both.near.output, 3) and both.near.get("/health/ready")[0] == 200
-    both.far = both.start_far()
-    both.far.ready()
+    both.near.says("have left", 5)
+    assert both.near.get("/health/ready")[0] == 200
+    start_far_again(both)
 
 
 def test_sigterm_where_the_engine_is_drains_all(both: Machines, oracle: Answer) -> None:
@@ -246,7 +186,8 @@ def test_sigterm_where_the_engine_is_drains_all(both: Machines, oracle: Answer) 
 @pytest.mark.slow
 @pytest.mark.recovery
 def test_replicas_and_several_servers_here_and_there_with_everything_sealed(tmp_path: Path) -> None:
-    made = Machines(tmp_path, "--encrypt-transport", here=("-dp", "2", "-tp", "2", "--api-server-count", "2"))
+    here = ("-dp", "2", "-tp", "2", "--api-server-count", "2")
+    made = Machines(tmp_path, write_tiny_model(tmp_path / "tiny"), ASK, "--encrypt-transport", here=here)
     try:
         oracle = assemble(logs([Client(made.near, "near", ASK)])[0])
         clients = [*made.under_way(4), *made.under_way(2, made.near)]
@@ -261,7 +202,7 @@ def test_replicas_and_several_servers_here_and_there_with_everything_sealed(tmp_
         assert [check_stream(log, oracle) for log in logs(clients)] == [[]] * 6, made.outputs
         # The other replica has answered; the one that was killed may still be loading.
         for asked in (made.far, made.near):
-            assert wait_until(lambda asked=asked: total(asked, "recoveries_total") == 1, 30), made.outputs
+            assert wait_until(lambda asked=asked: asked.counted("recoveries_total") == 1, 30), made.outputs
         made.near.process.send_signal(signal.SIGINT)
         assert made.far.ends(10) == 0 and made.near.ends(10) == 0
         assert made.near.left() == {} and made.far.left() == {}
@@ -272,7 +213,8 @@ def test_replicas_and_several_servers_here_and_there_with_everything_sealed(tmp_
 @pytest.mark.slow
 @pytest.mark.recovery
 def test_the_engine_may_have_its_ranks_on_ray(tmp_path: Path) -> None:
-    made = Machines(tmp_path, here=("--distributed-executor-backend", "ray", "-tp", "2"))
+    here = ("--distributed-executor-backend", "ray", "-tp", "2")
+    made = Machines(tmp_path, write_tiny_model(tmp_path / "tiny"), ASK, here=here)
     try:
         oracle = assemble(logs([Client(made.near, "near", ASK)])[0])
         clients = [*made.under_way(3), *made.under_way(1, made.near)]
