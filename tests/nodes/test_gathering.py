@@ -143,11 +143,12 @@ def test_callers_that_do_not_belong(two_hosts: list[Host], gather: Begin, caplog
     assert "turned this node away: the transport keys differ" in wrong.output
     assert "Set the same PHALANX_TRANSPORT_KEY" in wrong.output
     assert wait_until(lambda: gathering.launcher.refused == 1, 30)
-    assert "Turned away a caller from 10.77.0.11: it does not have the transport key" in caplog.text
+    turned_away = "Turned away a caller from 10.77.0.11: it does not have the transport key"
+    assert wait_until(lambda: turned_away in caplog.text, 5), "said right after it is counted"
     one_too_many = cluster.start(1, "--nnodes", "3", "-tp", "3", "--node-rank", "2")
     assert one_too_many.ends(60) == 1
     assert "Node 0 was started with --nnodes 2, node 2 (host1) with --nnodes 3." in one_too_many.output
-    assert "with --nnodes 3. (2 turned away so far.)" in caplog.text
+    assert wait_until(lambda: "with --nnodes 3. (2 turned away so far.)" in caplog.text, 5)
     with two_hosts[1].network(), socket.create_connection(("10.77.0.10", 29500)) as rubbish:
         rubbish.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10)
         rubbish.settimeout(10)

@@ -148,6 +148,7 @@ def test_without_recovery_a_loss_ends_all_streams_and_health_says_so(model: Path
         assert httpx.get(f"{base}/status").json()["state"] == "failed"
         assert httpx.get(f"{base}/metrics").status_code == 200
         said = "The engine process is gone: it was killed by SIGKILL. Recovery is off: requests end with errors"
+        serve.until(re.escape(said), 5)
         assert serve.output.count(said) == 1
         serve.process.send_signal(signal.SIGTERM)
         assert serve.ends(10) == 0

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.helpers.history import Log, assemble, check_stream
-from tests.helpers.processes import alive, wait_until
+from tests.helpers.processes import alive, stopped, wait_until
 from tests.helpers.serving import Client, Serving
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -51,16 +51,6 @@ def pids(served: Serving) -> list[int]:
     return [server["pid"] for server in served.status()["servers"]]
 
 
-@contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """For less than its lease."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def ask_at(served: Serving, number: int, count: int, **changes: Any) -> list[Client]:
     """Streams that this server has: the other one cannot take a connection while they are opened."""
     other = pids(served)[1 - number]
@@ -81,13 +71,8 @@ def requests_of(served: Serving) -> list[int]:
     return [server["requests"] for server in served.status()["servers"]]
 
 
-def counted(served: Serving, name: str, *labels: str) -> float:
-    """The sum of a metric's values with these labels."""
-    return sum(
-        value
-        for key, value in served.metrics().items()
-        if key.partition("{")[0] == f"phalanx:{name}" and all(label in key for label in labels)
-    )
+def lives_of_ready(served: Serving) -> list[int]:
+    return [server["lives"] for server in served.status()["servers"] if server["state"] == "ready"]
 
 
 def test_both_serve_and_either_tells_of_both(served: Serving) -> None:
@@ -103,12 +88,12 @@ def test_both_serve_and_either_tells_of_both(served: Serving) -> None:
             assert status["requests"]["running"] == 5 and status["state"] == "ready"
             assert served.get("/health/ready")[0] == 200
     assert len(whole(clients)) == 5
-    assert counted(served, "request_success_total") == 5
-    assert counted(served, "generation_tokens_total") == 5 * TOKENS
-    assert counted(served, "e2e_request_latency_seconds_count") == 5
-    assert counted(served, "http_requests_total", "/v1/completions", 'status="200"') == 5
+    assert served.counted("request_success_total") == 5
+    assert served.counted("generation_tokens_total") == 5 * TOKENS
+    assert served.counted("e2e_request_latency_seconds_count") == 5
+    assert served.counted("http_requests_total", "/v1/completions", 'status="200"') == 5
     for _ in range(6):  # whichever is asked
-        assert counted(served, "request_success_total") == 5
+        assert served.counted("request_success_total") == 5
     assert served.stop(20) == 0
     assert served.left() == {}
     assert served.output.rstrip().endswith("Stopped.")
@@ -118,7 +103,7 @@ def test_one_is_killed_in_mid_stream(served: Serving) -> None:
     """Its requests leave the engine; streams of the other do not notice; it is started again, and what it had counted
     stays counted."""
     (undisturbed,) = whole(ask_at(served, 0, 1))
-    assert counted(served, "request_success_total") == 1
+    assert served.counted("request_success_total") == 1
     dies, lives = pids(served)
     broken, healthy = ask_at(served, 0, 3), ask_at(served, 1, 3)
     assert wait_until(lambda: served.status()["requests"]["running"] == 6, 5)
@@ -129,12 +114,11 @@ def test_one_is_killed_in_mid_stream(served: Serving) -> None:
     assert len(whole(healthy)) == 3
     assert [check_stream(client.saw, assemble(undisturbed)) for client in healthy] == [[], [], []]
     assert served.at_rest(10)
-    assert wait_until(lambda: [s["state"] for s in served.status()["servers"]] == ["ready", "ready"], 30), served.output
+    served.says("API server 0 was lost: it was killed by SIGKILL", 5)
+    assert wait_until(lambda: lives_of_ready(served) == [2, 1], 30), served.output
     again, same = pids(served)
     assert same == lives and again != dies and alive(again)
-    assert [server["lives"] for server in served.status()["servers"]] == [2, 1]
-    assert counted(served, "request_success_total") == 4, "what a server counted is not forgotten with it"
-    assert "API server 0 was lost: it was killed by SIGKILL" in served.output
+    assert served.counted("request_success_total") == 4, "what a server counted is not forgotten with it"
     assert len(whole(ask_at(served, 0, 2))) == 2
     assert served.stop(20) == 0 and served.left() == {}
 
@@ -149,8 +133,8 @@ def test_the_lease_of_one_that_hangs_runs_out(model: Path, tmp_path: Path) -> No
         assert wait_until(lambda: served.status()["requests"]["running"] == 2, 15), served.status()
         assert all(client.is_alive() for client in healthy), "they were too short"
         assert len(whole(healthy)) == 2
-        ready = wait_until(lambda: [s["state"] for s in served.status()["servers"]] == ["ready", "ready"], 30)
-        assert ready and "API server 0 was lost: it has not answered for" in served.output, served.output
+        served.says("API server 0 was lost: it has not answered for", 5)
+        assert wait_until(lambda: lives_of_ready(served) == [2, 1], 30), served.output
         assert served.at_rest(10)
 
 
@@ -195,10 +179,10 @@ def test_a_lost_engine_is_made_good_for_both_and_counted_once(served: Serving) -
     assert wait_until(lambda: served.get("/health/ready")[0] == 503, 3)
     logs = whole(clients)
     assert len(logs) == 4, served.output
-    assert wait_until(lambda: counted(served, "recoveries_total") == 1, 5)
-    assert counted(served, "requests_resumed_total") == 4
+    assert wait_until(lambda: served.counted("recoveries_total") == 1, 5)
+    assert served.counted("requests_resumed_total") == 4
     assert served.status()["epoch"] == 1 and served.at_rest(10)
-    assert counted(served, "recoveries_total") == 1
+    assert served.counted("recoveries_total") == 1
 
 
 def test_keys_are_served_fairly_whichever_server_they_use(model: Path, tmp_path: Path) -> None:
