@@ -90,6 +90,15 @@ class Products:
         return count, ours, theirs
 
 
+def options(description: str | None, runs: int) -> argparse.ArgumentParser:
+    """What every comparison of kernels takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--runs", type=int, default=runs)
+    parser.add_argument("--json", metavar="FILE")
+    return parser
+
+
 def use_kernels(threads: int) -> None:
     if native() is None:
         raise SystemExit("the native library was not built")
@@ -157,12 +166,9 @@ def measure(dtype: torch.dtype, runs: int, cpu: bool) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--runs", type=int, default=5)
+    parser = options(__doc__, runs=5)
     parser.add_argument("--types", default="bfloat16,float32")
     parser.add_argument("--cpu-time", action="store_true", help="count the process's time, where other work runs too")
-    parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     use_kernels(arguments.threads)
     products = {}

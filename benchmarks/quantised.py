@@ -7,7 +7,6 @@ of the packed matrices.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.common import setting, shown, summary, write
-from benchmarks.kernels import in_turns, use_kernels
+from benchmarks.kernels import in_turns, options, use_kernels
 from phalanx.kernels.block_layout import BLOCK, KINDS, shift_of
 from phalanx.kernels.block_matmul import BlockProduct, IntegerRows, PackedBlocks, pack_blocks, pack_integers
 from phalanx.kernels.library import choice
@@ -51,11 +50,7 @@ def product(matrices: list[BlockProduct], x: torch.Tensor) -> Callable[[], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, runs=7).parse_args()
     use_kernels(arguments.threads)
     memory, sets = WeightMemory(), {}
     for name in NAMES:

@@ -68,13 +68,12 @@ class Conversation:
 class Replica:
     """A model of one: what it works on goes forward on a clock of its own, slower the more streams there are."""
 
-    def __init__(self, policy: SchedulingPolicy, slow: float = 1.0):
+    def __init__(self, policy: SchedulingPolicy):
         self.queue = WaitingQueue(10**9, policy)
         self.running: list[tuple[float, int, Request, Conversation]] = []
         """Own clock at which it ends, number, request."""
         self.clock = self.seen = 0.0
         """The own clock; the time for which it is right."""
-        self.slow = slow
         self.done = 0.0
         self.life = 0
         """Counts changes of what runs."""
@@ -82,7 +81,7 @@ class Replica:
         self._cached = 0
 
     def token_s(self) -> float:
-        return self.slow * TOKEN_S * (STREAMS + len(self.running)) / (STREAMS + 1)
+        return TOKEN_S * (STREAMS + len(self.running)) / (STREAMS + 1)
 
     def go_on(self, now: float) -> None:
         if self.running:
@@ -105,125 +104,151 @@ class Replica:
         return self.seen + max(0.0, self.running[0][0] - self.clock) * self.token_s()
 
 
-def simulate(
-    routing: Routing,
-    *,
-    replicas: int,
-    requests: int,
-    policy: type[SchedulingPolicy] = FairShare,
-    load: float = LOAD,
-    owners: tuple[float, ...] = (1.0,),
-    relieve: bool = False,
-    slow: dict[int, float] | None = None,
-) -> dict[str, Any]:
+class Simulation:
     """`owners` are their shares of the requests."""
-    draw = random.Random(3)
-    fleet = [Replica(policy(), (slow or {}).get(n, 1.0)) for n in range(replicas)]
-    loads, relief = Loads.of([0.0] * replicas), Relief(replicas)
-    full_s = TOKEN_S * (STREAMS + PLACES) / (STREAMS + 1)
-    rate = load * replicas * PLACES / full_s / WORK
-    talks = [Conversation(n, draw) for n in range(20 * replicas)]
-    born, events = len(talks), [(0.0, -1, 0)]
-    heapq.heapify(events)
-    hits = prompts = asked = looks = moves = 0
-    deciding = looking = 0.0
-    waits: dict[int, list[float]] = {n: [] for n in range(len(owners))}
-    served = [0.0] * len(owners)
-    outstanding, before = [0.0] * replicas, [0.0] * replicas
-    numbers, look_at, now = list(range(len(owners))), LOOK_S, 0.0
-    params = {n: SamplingParams(max_tokens=n, seed=0) for n in range(1, ANSWER[1] + 1)}
 
-    def start(number: int, now: float) -> None:
-        nonlocal hits, prompts
-        replica = fleet[number]
+    def __init__(
+        self,
+        routing: Routing,
+        *,
+        replicas: int,
+        requests: int,
+        policy: type[SchedulingPolicy] = FairShare,
+        load: float = LOAD,
+        owners: tuple[float, ...] = (1.0,),
+        relieve: bool = False,
+    ):
+        self._routing, self._requests, self._load, self._owners = routing, requests, load, owners
+        self._draw = random.Random(3)
+        self._fleet = [Replica(policy()) for _ in range(replicas)]
+        self._loads, self._outstanding = Loads.of([0.0] * replicas), [0.0] * replicas
+        full_s = TOKEN_S * (STREAMS + PLACES) / (STREAMS + 1)
+        self._rate = load * replicas * PLACES / full_s / WORK
+        self._talks = [Conversation(n, self._draw) for n in range(20 * replicas)]
+        self._born = len(self._talks)
+        self._events = [(0.0, -1, 0)]
+        """Time, replica and its life then; an arrival has no replica."""
+        self._waiting: dict[str, Conversation] = {}
+        self._params = {n: SamplingParams(max_tokens=n, seed=0) for n in range(1, ANSWER[1] + 1)}
+        self._asked = 0
+        self._relief = Relief(replicas) if relieve else None
+        self._look_at, self._before = LOOK_S, [0.0] * replicas
+        # What is counted
+        self._hits = self._prompts = self._looks = self._moves = 0
+        self._deciding = self._looking = 0.0
+        self._waits: list[list[float]] = [[] for _ in owners]
+        self._served = [0.0 for _ in owners]
+
+    def run(self) -> dict[str, Any]:
+        now = 0.0
+        while self._events:
+            now, number, life = heapq.heappop(self._events)
+            while self._relief is not None and now >= self._look_at:
+                self._look(self._relief)
+            if number >= 0:
+                if life == self._fleet[number].life:
+                    self._end(number, now)
+                continue
+            self._arrive(now)
+            if self._asked < self._requests:
+                heapq.heappush(self._events, (now + self._draw.expovariate(self._rate), -1, 0))
+            elif self._load > 1:
+                break  # while all still want more than there is
+        return self._result(now)
+
+    def _look(self, relief: Relief) -> None:
+        sights = []
+        for n, replica in enumerate(self._fleet):
+            replica.go_on(self._look_at)
+            made, self._before[n] = replica.done - self._before[n], replica.done
+            sights.append(Sight(True, len(replica.running), round(made * self._draw.lognormvariate(0.0, 0.2))))
+        begin = time.process_time()
+        move = relief.look(sights, LOOK_S)
+        self._looking += time.process_time() - begin
+        self._looks, self._moves, self._look_at = (
+            self._looks + 1,
+            self._moves + (move is not None),
+            self._look_at + LOOK_S,
+        )
+
+    def _arrive(self, now: float) -> None:
+        draw = self._draw
+        place = draw.randrange(len(self._talks))
+        talk = self._talks[place]
+        talk.tokens += [draw.randrange(30_000)] * draw.randint(*TURN_TOKENS)
+        owner = draw.choices(range(len(self._owners)), self._owners)[0] + (len(self._owners) > 1)
+        output = draw.randint(*ANSWER)
+        given = EngineRequest(f"{self._asked}", list(talk.tokens), self._params[output], owner=owner)
+        begin = time.process_time()
+        chosen = self._routing.choose(given, self._loads)
+        self._burden(chosen, len(given.prompt_token_ids) + output)
+        self._deciding += time.process_time() - begin
+        request = Request.create(given, self._asked, now, 10**9)
+        self._waiting[given.request_id] = talk
+        self._asked += 1
+        talk.tokens += [draw.randrange(30_000)] * output
+        talk.left -= 1
+        if not talk.left:
+            self._talks[place] = Conversation(self._born, draw)
+            self._born += 1
+        self._fleet[chosen].go_on(now)
+        self._fleet[chosen].queue.push(request)
+        self._start(chosen, now)
+
+    def _start(self, number: int, now: float) -> None:
+        """Those that have a place now."""
+        replica = self._fleet[number]
         for request in replica.queue if len(replica.running) < PLACES else ():
             replica.queue.remove(request, now)
-            talk, size = waiting.pop(request.request_id), request.num_prompt
+            talk, size = self._waiting.pop(request.request_id), request.num_prompt
             found = replica.found(talk, size)
             replica.queue.policy.admitted(request, size - found)
-            hits, prompts = hits + found, prompts + size
+            self._hits, self._prompts = self._hits + found, self._prompts + size
             owner = max(request.given.owner - 1, 0)
-            waits[owner].append(now - request.queued_s)
+            self._waits[owner].append(now - request.queued_s)
             output = request.given.sampling.max_tokens or 0
             work = output + PROMPT_TOKEN * (size - found)
             for _ in range(output):  # charged beforehand: a simplification
                 replica.queue.policy.made(request)
-            served[owner] += work
+            self._served[owner] += work
             heapq.heappush(replica.running, (replica.clock + work, request.arrival, request, talk))
             if len(replica.running) == PLACES:
                 break
         replica.life += 1
         if replica.running:
-            heapq.heappush(events, (replica.next_end(), number, replica.life))
+            heapq.heappush(self._events, (replica.next_end(), number, replica.life))
 
-    waiting: dict[str, Conversation] = {}
-    while events:
-        now, number, life = heapq.heappop(events)
-        while relieve and now >= look_at:
-            sights = []
-            for n, replica in enumerate(fleet):
-                replica.go_on(look_at)
-                made, before[n] = replica.done - before[n], replica.done
-                count = len(replica.running)
-                sights.append(Sight(True, count, round(made * draw.lognormvariate(0.0, 0.2))))
+    def _end(self, number: int, now: float) -> None:
+        """Those that are done make room for others."""
+        replica = self._fleet[number]
+        replica.go_on(now)
+        while replica.running and replica.running[0][0] <= replica.clock + 1e-9:
+            _, _, request, _ = heapq.heappop(replica.running)
             begin = time.process_time()
-            move = relief.look(sights, LOOK_S)
-            looking += time.process_time() - begin
-            looks, moves, look_at = looks + 1, moves + (move is not None), look_at + LOOK_S
-        if number >= 0:
-            replica = fleet[number]
-            if life != replica.life:
-                continue
-            replica.go_on(now)
-            while replica.running and replica.running[0][0] <= replica.clock + 1e-9:
-                _, _, request, talk = heapq.heappop(replica.running)
-                begin = time.process_time()
-                outstanding[number] -= request.num_prompt + (request.given.sampling.max_tokens or 0)
-                loads.set(number, outstanding[number])
-                deciding += time.process_time() - begin
-            start(number, now)
-            continue
-        place = draw.randrange(len(talks))
-        talk = talks[place]
-        talk.tokens += [draw.randrange(30_000)] * draw.randint(*TURN_TOKENS)
-        owner = draw.choices(numbers, owners)[0]
-        output = draw.randint(*ANSWER)
-        given = EngineRequest(f"{asked}", list(talk.tokens), params[output], owner=owner + (len(owners) > 1))
-        begin = time.process_time()
-        chosen = routing.choose(given, loads)
-        outstanding[chosen] += len(given.prompt_token_ids) + output
-        loads.set(chosen, outstanding[chosen])
-        deciding += time.process_time() - begin
-        request = Request.create(given, asked, now, 10**9)
-        waiting[given.request_id] = talk
-        asked += 1
-        talk.tokens += [draw.randrange(30_000)] * output
-        talk.left -= 1
-        if not talk.left:
-            talks[place] = Conversation(born, draw)
-            born += 1
-        fleet[chosen].go_on(now)
-        fleet[chosen].queue.push(request)
-        start(chosen, now)
-        if asked < requests:
-            heapq.heappush(events, (now + draw.expovariate(rate), -1, 0))
-        elif load > 1:
-            break  # while all still want more than there is
-    done = [replica.done for replica in fleet]
-    return {
-        "decisions_s": asked / deciding,
-        "hit_rate": hits / prompts,
-        "work_max_over_mean": max(done) * replicas / sum(done),
-        "work_fairness": sum(done) ** 2 / (replicas * sum(each * each for each in done)),
-        "virtual_s": now,
-        "wait_s": [quantiles(waits[n]) for n in numbers],
-        "served": [each / sum(served) for each in served],
-        "table_entries": len(routing) if isinstance(routing, PrefixAffinity) else 0,
-        "table_mb": table_bytes(routing) / 1e6,
-        "look_ms": 1000 * looking / looks if looks else None,
-        "looks": looks,
-        "moves": moves,
-    }
+            self._burden(number, -request.num_prompt - (request.given.sampling.max_tokens or 0))
+            self._deciding += time.process_time() - begin
+        self._start(number, now)
+
+    def _burden(self, number: int, tokens: float) -> None:
+        self._outstanding[number] += tokens
+        self._loads.set(number, self._outstanding[number])
+
+    def _result(self, now: float) -> dict[str, Any]:
+        done = [replica.done for replica in self._fleet]
+        return {
+            "decisions_s": self._asked / self._deciding,
+            "hit_rate": self._hits / self._prompts,
+            "work_max_over_mean": max(done) * len(done) / sum(done),
+            "work_fairness": sum(done) ** 2 / (len(done) * sum(each * each for each in done)),
+            "virtual_s": now,
+            "wait_s": [quantiles(each) for each in self._waits],
+            "served": [each / sum(self._served) for each in self._served],
+            "table_entries": len(self._routing) if isinstance(self._routing, PrefixAffinity) else 0,
+            "table_mb": table_bytes(self._routing) / 1e6,
+            "look_ms": 1000 * self._looking / self._looks if self._looks else None,
+            "looks": self._looks,
+            "moves": self._moves,
+        }
 
 
 def quantiles(values: list[float]) -> dict[str, float]:
@@ -256,7 +281,7 @@ def main() -> None:
         "random": (AtRandom(), args.others),
     }
     for name, (routing, count) in routings.items():
-        found = simulate(routing, replicas=args.replicas, requests=count, relieve=name == "affinity")
+        found = Simulation(routing, replicas=args.replicas, requests=count, relieve=name == "affinity").run()
         result[name] = found
         (wait,) = found["wait_s"]
         print(
@@ -269,7 +294,10 @@ def main() -> None:
         if found["looks"]:
             print(f"  relief: {found['look_ms']:.2f} ms a look, {found['moves']} moves in {found['looks']} looks")
     for name, policy in {"fair": FairShare, "fcfs": FirstCome}.items():
-        found = simulate(PrefixAffinity(), replicas=100, requests=args.others, policy=policy, load=1.3, owners=KEYS)
+        simulation = Simulation(
+            PrefixAffinity(), replicas=100, requests=args.others, policy=policy, load=1.3, owners=KEYS
+        )
+        found = simulation.run()
         result[f"keys, {name}"] = found
         served = ", ".join(f"{share:.0%}" for share in found["served"])
         waits = ", ".join(f"{wait['p99']:.1f}" for wait in found["wait_s"])

@@ -9,9 +9,10 @@ PACKAGE = ROOT / "phalanx"
 
 
 @cache
-def modules() -> dict[str, ast.Module]:
-    """Every Python file of the package: its path from the root, and its tree."""
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+def modules(folder: str = PACKAGE.name) -> dict[str, ast.Module]:
+    """Every Python file of the package, or of another folder: its path from the root, and its tree."""
+    found = sorted((ROOT / folder).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in found}
 
 
 def dotted(node: ast.expr) -> str:
