@@ -38,9 +38,10 @@ right name; a misspelt variable is a warning.
 `phalanx config show --origin` prints every effective value and where it came from; `phalanx config check FILE` checks
 a file without starting anything.
 
-Three more variables are no options: `PHALANX_CACHE` (the folder of the demo model, by default `~/.cache/phalanx`),
-`PHALANX_DEBUG=1` (errors show their traceback), and `PHALANX_CONFIG`. Files from the Hugging Face hub are kept where
-its own variables say (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`).
+More variables that are no options: `PHALANX_CACHE` (the folder of the demo model, by default `~/.cache/phalanx`),
+`PHALANX_DEBUG=1` (errors show their traceback), `PHALANX_CONFIG`, `PHALANX_HOST_IP` (this machine's address
+[for other nodes](multi-node.md)) and `PHALANX_KERNELS` ([what computes on a CPU](kernels.md)). Files from the Hugging
+Face hub are kept where its own variables say (`HF_HOME`, `HF_HUB_OFFLINE`, `HF_TOKEN`).
 
 """
 
