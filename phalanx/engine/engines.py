@@ -85,14 +85,7 @@ class Engines:
         """Find the model, decide what is automatic, and tell the processes. Raises UserError."""
         from phalanx.engine.resolution import for_engine
 
-        loop = asyncio.get_running_loop()
-
-        def report(what: str, done: int, total: int) -> None:  # called on a thread
-            if self._closed:
-                raise EngineDead("The engine was closed while it was fetching the model.")
-            if self._progress is not None:
-                loop.call_soon_threadsafe(self._progress, "download", done / total if total else 0.0)
-
+        report = reporting(self._progress, lambda: self._closed)
         checkpoint, self.config = await in_daemon_thread(partial(self._located, report))
         self.local = await in_daemon_thread(partial(for_engine, self.config, checkpoint))
         if self._replicas is not None:
@@ -114,6 +107,19 @@ class Engines:
             await self._router.close()
         for door in self._doors.values():
             door.close()
+
+
+def reporting(progress: LoadProgress | None, closed: Callable[[], bool]) -> Callable[[str, int, int], None]:
+    """For a thread that fetches files: it ends by an error once `closed`, `progress` is called on this event loop."""
+    loop = asyncio.get_running_loop()
+
+    def report(what: str, done: int, total: int) -> None:
+        if closed():
+            raise EngineDead("The engine was closed while it was fetching the model.")
+        if progress is not None:
+            loop.call_soon_threadsafe(progress, "download", done / total if total else 0.0)
+
+    return report
 
 
 async def in_daemon_thread(call: Callable[[], _T]) -> _T:

@@ -29,7 +29,7 @@ from phalanx.distributed.transports.abort import GroupBroken
 from phalanx.engine.client import EngineInfo, EngineLost, EngineOutput, EngineRequest, EngineStatus, request_error
 from phalanx.engine.core_messages import MAX_FRAME, BrokenFrame
 from phalanx.engine.cursor import Cursor
-from phalanx.engine.engines import in_daemon_thread
+from phalanx.engine.engines import in_daemon_thread, reporting
 from phalanx.engine.far_router import FarRouter
 from phalanx.engine.front_messages import Alive, Counted, Drain, Leaving, Tell, decode_to_server
 from phalanx.engine.remote_link import Join, Refused, SealedStream, call, decode_greeting, join_key
@@ -434,13 +434,7 @@ class RemoteEngines:
 
     async def locate(self) -> Checkpoint:
         """Raises UserError."""
-        loop = asyncio.get_running_loop()
-
-        def report(what: str, done: int, total: int) -> None:  # called on a thread
-            if self._closed:
-                raise EngineDead("The engine was closed while it was fetching the model.")
-            loop.call_soon_threadsafe(self._progress, "download", done / total if total else 0.0)
-
+        report = reporting(self._progress, lambda: self._closed)
         checkpoint, self.local, survey = await in_daemon_thread(partial(_located, self.config, report))
         self.router.survey = survey
         return checkpoint
