@@ -62,7 +62,6 @@ class Engine:
         *,
         compile_grammar: Callable[[StructuredOutputs], Grammar] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         pause: Callable[[float], object] = time.sleep,
         load_s: float | None = None,
         life: int = 1,
@@ -72,7 +71,7 @@ class Engine:
         processes in this one's place. `debug` checks all invariants when idle."""
         self._config, self._ranks = config.recovery, config.parallel.world_size
         self._executor = executor
-        self._clock, self._wall_clock, self._pause = clock, wall_clock, pause
+        self._clock, self._pause = clock, pause
         self._life = life
         self._debug = debug
         self._max_model_len = config.model.max_model_len or layout.blocks * layout.block_size
@@ -111,7 +110,7 @@ class Engine:
         self.committed_step = 0
         self.changed = threading.Event()
         """Set whenever the state changes; whoever waits for it clears it."""
-        self._heartbeat = wall_clock()
+        self._heartbeat = time.time()
         self._become("ready")
 
     # Requests
@@ -170,7 +169,7 @@ class Engine:
         if self._dead is not None:
             raise self._dead
         self.turns += 1
-        self._heartbeat = self._wall_clock()
+        self._heartbeat = time.time()
         self._add_compiled()
         if self._starting:
             self._await_workers()
@@ -272,7 +271,7 @@ class Engine:
             return
         refused = self._quarantine.lost(at_work if cause.kind != "network" else [])
         waiting = self._open_requests() - len(refused)
-        epoch, wall = self._scheduler.epoch, self._wall_clock()
+        epoch, wall = self._scheduler.epoch, time.time()
         self._become("recovering", self._recoveries.lost(cause, epoch, now, wall, open_requests=waiting, tokens=tokens))
         self._quarantined(refused, now)
         self._try_restart()
@@ -281,7 +280,7 @@ class Engine:
         """Nothing is lost: workers start again so that `what` has come back is used."""
         self._back = None
         _, tokens, now = self._fence()
-        epoch, wall = self._scheduler.epoch, self._wall_clock()
+        epoch, wall = self._scheduler.epoch, time.time()
         waiting = self._open_requests()
         self._become(
             "recovering", self._recoveries.regained(what, epoch, now, wall, open_requests=waiting, tokens=tokens)
@@ -396,7 +395,7 @@ class Engine:
     def tick(self) -> None:
         """The loop is alive; called by it when there is nothing to do. Workers that were lost meanwhile are noticed."""
         self.turns += 1
-        self._heartbeat = self._wall_clock()
+        self._heartbeat = time.time()
         if self.has_work:
             return
         if any(worker.state in ("dead", "recovering") for worker in self._executor.check_health()):
@@ -410,7 +409,7 @@ class Engine:
         return self._executor.progress
 
     def _become(self, state: str, cause: str | None = None) -> None:
-        self._state = (state, cause, self._wall_clock())
+        self._state = (state, cause, time.time())
         self.changed.set()
 
     def status(self) -> EngineStatus:

@@ -14,7 +14,7 @@ HUGE = {2**31, 2**63, -(2**63), 10**30}
 NOT_NUMBERS: tuple[str, ...] = ("true", '"1"', "[]", "[1]", "{}", "NaN", "Infinity", "-Infinity", "1e400", "9" * 5000)
 
 
-def integer(low: int, high: int, *, zero: bool | None = None) -> dict[str, int]:
+def integer(low: int, high: int) -> dict[str, int]:
     """JSON text of a value to the status it must get."""
     cases = {str(low): OK, str(low - 1): BAD, str(high): OK, str(high + 1): BAD, "1.5": BAD, "null": OK}
     cases.update({str(value): BAD for value in HUGE if not low <= value <= high})

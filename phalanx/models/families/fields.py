@@ -127,12 +127,14 @@ class Fields:
             raise UnsupportedModel(f"Layers of type '{str(unknown[0])[:60]}' are not supported.")
         return [t == "sliding_attention" for t in types]
 
-    def heads(self, heads_key: str = "num_attention_heads", kv_key: str = "num_key_value_heads") -> tuple[int, int]:
+    def heads(self) -> tuple[int, int]:
         """(query heads, KV heads)."""
-        heads = self.integer(heads_key)
-        kv_heads = self.integer(kv_key, heads)
+        heads = self.integer("num_attention_heads")
+        kv_heads = self.integer("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise CheckpointError(f"`{heads_key}` is {heads}, which is not a multiple of `{kv_key}` = {kv_heads}.")
+            raise CheckpointError(
+                f"`num_attention_heads` is {heads}, which is not a multiple of `num_key_value_heads` = {kv_heads}."
+            )
         return heads, kv_heads
 
     def head_dim(self, hidden: int, heads: int) -> int:

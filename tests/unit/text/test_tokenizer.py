@@ -45,10 +45,10 @@ def write(folder: Path, **files) -> Path:
     return folder
 
 
-def backend(*, specials=SPECIALS, template=False):
+def backend(*, template=False):
     vocabulary, merges = byte_level_vocabulary(None)
     made = bpe.byte_level_bpe(vocabulary, merges, "gpt-2")
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in specials])
+    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIALS])
     if template:
         bos = ("<s>", made.token_to_id("<s>"))
         made.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[bos])
