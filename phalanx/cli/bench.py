@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,7 @@ def run(argv: list[str]) -> int:
     seed = chosen.config.model.seed or 0
     bench, measured = asyncio.run(measure(chosen.config, work, runs=runs, warmup=warmup, seed=seed))
     result = report(kind, work, measured, bench.start_s, bench.engine.info, detect(), bench.speculation)
-    if target == "-":
-        print(json.dumps(result, indent=2))
-        return 0
-    print(table(result))
-    if target:
-        Path(target).write_text(json.dumps(result, indent=2) + "\n")
-        print(f"written to {target}", file=sys.stderr)
+    tell(result, table, target)
     return 0
 
 
@@ -106,6 +101,18 @@ def count(args: argparse.Namespace, name: str, least: int = 1) -> int:
     if value < least:
         raise UsageError(f"{flag} is {value}; it must be at least {least}.")
     return value
+
+
+def tell(result: dict[str, Any], table: Callable[[dict[str, Any]], str], target: str | None) -> None:
+    """As a table, and as JSON to the file `target`; only as JSON where that is `-`."""
+    text = json.dumps(result, indent=2)
+    if target == "-":
+        print(text)
+        return
+    print(table(result))
+    if target:
+        Path(target).write_text(text + "\n")
+        print(f"written to {target}", file=sys.stderr)
 
 
 def check_writable(path: Path) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from phalanx.bench.comm import SIZES, TRANSPORTS, measure, report, table
-from phalanx.cli.bench import check_writable, count
+from phalanx.cli.bench import check_writable, count, tell
 from phalanx.cli.flags import Parser
 from phalanx.cli.messages import UsageError
 from phalanx.config import parse_size
@@ -35,13 +33,7 @@ def run(argv: list[str]) -> int:
         check_writable(Path(target))
     speeds = measure(ranks, args.transport, sizes, seconds=seconds, cores=cores)
     result = report(speeds, args.transport, detect())
-    if target == "-":
-        print(json.dumps(result, indent=2))
-        return 0
-    print(table(result))
-    if target:
-        Path(target).write_text(json.dumps(result, indent=2) + "\n")
-        print(f"written to {target}", file=sys.stderr)
+    tell(result, table, target)
     return 0
 
 

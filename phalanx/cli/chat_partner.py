@@ -5,22 +5,19 @@ Both give an answer piece by piece to a caller that blocks, and stop computing i
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
 import queue
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from phalanx.config import EngineConfig
 from phalanx.errors import PhalanxError, UserError
 from phalanx.executor.base import LoadProgress
 
-_T = TypeVar("_T")
 Messages = list[dict[str, Any]]
 
 
@@ -49,13 +46,12 @@ class LocalPartner:
     def __init__(self, config: EngineConfig, progress: LoadProgress | None = None):
         """Loads the model. Raises UserError."""
         from phalanx.engine.async_engine import AsyncEngine
+        from phalanx.engine.loop_thread import LoopThread
 
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx-chat", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("phalanx-chat")
         self._engine = AsyncEngine(config)
         try:
-            self.name = self._wait(self._engine.start(progress)).model
+            self.name = self._thread.call(self._engine.start(progress)).model
             if self._engine.chat_template is None:
                 raise UserError(
                     f"{self.name} has no chat template, so it cannot chat.",
@@ -67,7 +63,7 @@ class LocalPartner:
 
     def answer(self, messages: Messages, options: dict[str, Any]) -> Iterator[Piece]:
         pieces: queue.SimpleQueue[Piece | BaseException | None] = queue.SimpleQueue()
-        feeding = asyncio.run_coroutine_threadsafe(self._feed(messages, options, pieces), self._loop)
+        feeding = self._thread.begin(self._feed(messages, options, pieces))
         try:
             while (piece := pieces.get()) is not None:
                 if isinstance(piece, BaseException):
@@ -95,18 +91,9 @@ class LocalPartner:
 
     def close(self) -> None:
         try:
-            self._wait(self._engine.close())
+            self._thread.call(self._engine.close())
         finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=5)
-
-    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+            self._thread.end(5.0)
 
 
 class RemotePartner:

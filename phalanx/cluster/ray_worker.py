@@ -25,14 +25,15 @@ import os
 import platform
 import queue
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from phalanx import env
 from phalanx.cluster.messages import Progress, Request, Response
 from phalanx.cluster.resuming import Resuming
 from phalanx.config import EngineConfig, options_by_name
+from phalanx.engine.loop_thread import LoopThread
 from phalanx.error_names import name_of
 from phalanx.errors import ConfigError, EngineDead, InvalidRequest, PhalanxError
 from phalanx.outputs import RequestOutput
@@ -40,7 +41,6 @@ from phalanx.outputs import RequestOutput
 if TYPE_CHECKING:
     from phalanx.engine.async_engine import AsyncEngine
 
-_T = TypeVar("_T")
 
 _BEAT_S = 5.0
 """An event loop that does not turn for so long hangs."""
@@ -113,30 +113,25 @@ class RayWorker:
         """By the ids of their requests."""
         self._numbers = itertools.count()
         self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx-worker", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("phalanx-worker")
         try:
-            self._engine, self._resuming = self._run(_open(EngineConfig.from_options(**options)))
+            self._engine, self._resuming = self._thread.call(_open(EngineConfig.from_options(**options)))
             scheduler = self._engine.config.scheduler
             self._room = asyncio.Semaphore(scheduler.max_num_seqs + scheduler.max_num_queued_reqs // 2)
         except BaseException:
-            self._stop_loop()
+            self._thread.end(_CLOSE_S)
             raise
-
-    def _run(self, work: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     # For users and their subclasses
 
     def generate(self, requests: list[Request]) -> list[Response]:
         """One response a request, in order. Raises InvalidRequest and the other errors of `AsyncEngine.submit`."""
-        return self._run(self._all(requests, self._call_of(requests)))
+        return self._thread.call(self._all(requests, self._call_of(requests)))
 
     def health_check(self) -> bool:
         """True. Raises EngineDead when the engine is lost for good or hangs."""
         try:
-            status = self._run(self._status(), _BEAT_S)
+            status = self._thread.call(self._status(), _BEAT_S)
         except TimeoutError:
             raise EngineDead(f"The worker's event loop has not turned for {_BEAT_S:g} s.") from None
         if status.state == "failed":
@@ -145,7 +140,7 @@ class RayWorker:
 
     def get_stats(self) -> dict[str, Any]:
         """What the engine is and does now; numbers as in `/status`."""
-        status, info = self._run(self._status(), _BEAT_S), self._engine.info
+        status, info = self._thread.call(self._status(), _BEAT_S), self._engine.info
         return {
             "model": info.model,
             "node": platform.node(),
@@ -168,12 +163,8 @@ class RayWorker:
         if not self._closed:
             self._closed = True
             with contextlib.suppress(Exception):
-                self._run(self._engine.close(), _CLOSE_S)
-            self._stop_loop()
-
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
+                self._thread.call(self._engine.close(), _CLOSE_S)
+            self._thread.end(_CLOSE_S)
 
     # For the engine that sends requests
 
@@ -203,12 +194,12 @@ class RayWorker:
         for call in {id(call): call for name in request_ids if (call := self._calls.get(name))}.values():
             call.abandoned = True
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(_cancel, call)
+                self._thread.loop.call_soon_threadsafe(_cancel, call)
 
     def _work(self, call: _Call, requests: list[Request], stream: bool) -> None:
         try:
             if stream:
-                last: Item = Done(self._run(self._all(requests, call, stream=True)))
+                last: Item = Done(self._thread.call(self._all(requests, call, stream=True)))
             else:
                 last = Done(_checked(self.generate(requests), len(requests), type(self).__name__))
         except PhalanxError as error:

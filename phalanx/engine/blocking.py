@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
 from contextlib import aclosing
-from typing import Any, TypeVar
 
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineInfo, EngineOutput, EngineRequest, EngineStatus, request_error
+from phalanx.engine.loop_thread import LoopThread
 from phalanx.engine.replicas import Replicas
 from phalanx.engine.router import Router
 from phalanx.engine.routing import make_routing
 from phalanx.errors import PhalanxError, QueueFull
-
-_T = TypeVar("_T")
 
 _WAIT_S = 0.1
 """A caller of `step` looks up so often."""
@@ -36,9 +33,7 @@ class BlockingRouter:
         self._open: set[str] = set()
         """Requests whose last output the caller has not seen."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="phalanx-router", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("phalanx-router")
         self._router: Router | None = None
 
         async def start() -> EngineInfo:  # there, because processes end with the thread that started them
@@ -56,17 +51,9 @@ class BlockingRouter:
             return await self._router.start()
 
         try:
-            self.info = self._call(start())
+            self.info = self._thread.call(start())
         except BaseException:
             self.close()
-            raise
-
-    def _call(self, work: Coroutine[Any, Any, _T]) -> _T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
             raise
 
     def add(self, request: EngineRequest) -> None:
@@ -74,10 +61,10 @@ class BlockingRouter:
         if len(self._open) >= self._places:
             raise QueueFull(f"The queue is full: {self._places} requests.", retry_after=1.0)
         self._open.add(request.request_id)
-        self._loop.call_soon_threadsafe(self._begin, request)
+        self._thread.loop.call_soon_threadsafe(self._begin, request)
 
     def _begin(self, request: EngineRequest) -> None:
-        task = self._loop.create_task(self._answer(request))
+        task = asyncio.create_task(self._answer(request))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -96,7 +83,7 @@ class BlockingRouter:
         """Each gets a last output, unless it had one."""
         for request_id in request_ids:
             if self._router is not None:
-                asyncio.run_coroutine_threadsafe(self._router.abort(request_id), self._loop)
+                self._thread.begin(self._router.abort(request_id))
 
     @property
     def has_work(self) -> bool:
@@ -119,7 +106,7 @@ class BlockingRouter:
 
     def close(self) -> None:
         """Idempotent."""
-        if self._loop.is_closed():
+        if self._thread.loop.is_closed():
             return
 
         async def end() -> None:
@@ -130,7 +117,6 @@ class BlockingRouter:
             if self._router is not None:
                 await self._router.close()
 
-        self._call(end())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._thread.call(end())
+        self._thread.end()
+        self._thread.loop.close()
