@@ -1,23 +1,5 @@
-"""One supervisor for all tests of ranks as processes, so that torch is imported once, and one small model."""
+"""One supervisor for all tests of ranks as processes, and one small model."""
 
-from __future__ import annotations
+from tests.helpers.rank_fixtures import rank_model, supervisor
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
-from phalanx.executor.multiprocess import SupervisorProcess
-from tests.helpers.worker_model import write_model
-
-
-@pytest.fixture(scope="session")
-def supervisor() -> Iterator[SupervisorProcess]:
-    process = SupervisorProcess(zygote=True)
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="session")
-def rank_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"))
+__all__ = ["rank_model", "supervisor"]

@@ -15,11 +15,10 @@ from phalanx.errors import Recovering
 from phalanx.executor import seating
 from phalanx.executor.base import NoCapacity, WorkerDied
 from phalanx.executor.hub import HubExecutor
-from phalanx.executor.inprocess import InProcessExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.seating import Choice, NoFit, Seat
 from tests.helpers.processes import wait_until
-from tests.helpers.rank_processes import Launcher, pids, requests, serve, start_engine
+from tests.helpers.rank_processes import Launcher, pids, requests, serve, start_engine, undisturbed
 from tests.helpers.worker_model import HEAD_DIM, KV_HEADS, LAYERS, engine_config
 
 WANTED = requests(5)
@@ -49,11 +48,7 @@ class Shaky(Launcher):
 
 @pytest.fixture(scope="module")
 def expected(rank_model):
-    engine = start_engine(InProcessExecutor(), engine_config(rank_model))
-    try:
-        return serve(engine, WANTED).tokens
-    finally:
-        engine.close()
+    return undisturbed(engine_config(rank_model), WANTED)
 
 
 @pytest.fixture

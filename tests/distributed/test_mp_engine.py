@@ -16,13 +16,12 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transports.segment import LINE
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.hub import HubExecutor
-from phalanx.executor.inprocess import InProcessExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.multiprocess import SupervisorLauncher
 from phalanx.worker.limits import host_memory
 from tests.helpers.plans import Run, admission, answer, plan
 from tests.helpers.processes import alive, gone_within, wait_until
-from tests.helpers.rank_processes import launcher, mp_executor, pids, requests, serve, start_engine
+from tests.helpers.rank_processes import launcher, mp_executor, pids, requests, serve, start_engine, undisturbed
 from tests.helpers.worker_model import engine_config
 
 LAYOUTS = {
@@ -46,11 +45,7 @@ def config(rank_model):
 
 @pytest.fixture(scope="module")
 def expected(config):
-    engine = start_engine(InProcessExecutor(), config)
-    try:
-        return serve(engine, WANTED).tokens
-    finally:
-        engine.close()
+    return undisturbed(config, WANTED)
 
 
 @pytest.fixture

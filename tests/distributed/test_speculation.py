@@ -10,11 +10,10 @@ import pytest
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.engine.client import EngineRequest
-from phalanx.executor.inprocess import InProcessExecutor
 from phalanx.executor.multiprocess import SupervisorProcess
 from phalanx.sampling_params import SamplingParams
 from phalanx.speculative_config import parse_speculative_config
-from tests.helpers.rank_processes import mp_executor, pids, serve, start_engine
+from tests.helpers.rank_processes import mp_executor, pids, serve, start_engine, undisturbed
 from tests.helpers.worker_model import engine_config
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -43,11 +42,7 @@ def wanted() -> list[EngineRequest]:
 
 @pytest.fixture(scope="module")
 def expected(rank_model: Path) -> dict[str, list[int]]:
-    engine = start_engine(InProcessExecutor(), engine_config(rank_model))
-    try:
-        return serve(engine, wanted()).tokens
-    finally:
-        engine.close()
+    return undisturbed(engine_config(rank_model), wanted())
 
 
 @pytest.mark.parametrize("kill", [False, True], ids=["undisturbed", "killed"])

@@ -14,10 +14,9 @@ from phalanx.checkpoint.fingerprint import fingerprint
 from phalanx.checkpoint.locate import locate
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import CheckpointError
-from phalanx.executor.inprocess import InProcessExecutor
 from phalanx.executor.multiprocess import SupervisorProcess
 from tests.helpers.processes import wait_until
-from tests.helpers.rank_processes import mp_executor, pids, requests, serve, start_engine
+from tests.helpers.rank_processes import mp_executor, pids, requests, serve, start_engine, undisturbed
 from tests.helpers.worker_model import engine_config, retrain
 
 WANTED = requests(4)
@@ -30,11 +29,7 @@ def own_model(rank_model, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(rank_model):
-    engine = start_engine(InProcessExecutor(), engine_config(rank_model))
-    try:
-        return serve(engine, WANTED).tokens
-    finally:
-        engine.close()
+    return undisturbed(engine_config(rank_model), WANTED)
 
 
 def images(pid: int) -> list[str]:

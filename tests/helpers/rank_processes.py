@@ -14,6 +14,7 @@ from phalanx.engine.client import EngineRequest
 from phalanx.engine.engine import Engine
 from phalanx.executor.base import Executor
 from phalanx.executor.hub import HubExecutor
+from phalanx.executor.inprocess import InProcessExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
@@ -94,6 +95,15 @@ def serve(
 
 def start_engine(executor: Executor, config: EngineConfig) -> Engine:
     return Engine(config, executor, executor.start(config), debug=True)
+
+
+def undisturbed(config: EngineConfig, wanted: Iterable[EngineRequest]) -> dict[str, list[int]]:
+    """The tokens of a single rank."""
+    engine = start_engine(InProcessExecutor(), config)
+    try:
+        return serve(engine, wanted).tokens
+    finally:
+        engine.close()
 
 
 def left_behind() -> set[str]:
