@@ -14,6 +14,7 @@ import pytest
 
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transports.segment import LINE
+from phalanx.engine import recovery
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
@@ -188,7 +189,8 @@ class TestKilled:
         assert (served.tokens, served.errors) == (expected, {})
         assert engine.status().epoch == 3
 
-    def test_too_often_is_an_error_for_every_request(self, engine_of):
+    def test_too_often_is_an_error_for_every_request(self, engine_of, monkeypatch):
+        monkeypatch.setattr(recovery, "BACK_OFF_S", (0.0, 0.05))
         engine, executor = engine_of(Mesh(tp=2))
         launcher(executor).on_start = lambda rank, pid: os.kill(pid, signal.SIGKILL)
 
