@@ -328,10 +328,11 @@ class RemoteRouter:
 
     async def _run(self, far: FarRouter, cursor: Cursor) -> AsyncGenerator[EngineOutput, None]:
         """What the router has to say that is new, over one connection."""
-        request = cursor.resume() if cursor.accepted else cursor.request
+        request, sent = cursor.resume() if cursor.accepted else cursor.request, time.monotonic()
         try:
             async with aclosing(far.generate(request)) as outputs:
-                async for output in outputs:
+                async for each in outputs:
+                    output = _by_our_clock(each, sent)
                     error = output.error
                     if error is not None and cursor.accepted and error.retry_after is not None:
                         await asyncio.sleep(min(error.retry_after, 1.0))  # it must not be refused any more
@@ -402,6 +403,13 @@ class RemoteRouter:
         if far is not None:
             far.post(Leaving())
             await self._leave(far)
+
+
+def _by_our_clock(output: EngineOutput, sent: float) -> EngineOutput:
+    """Machines count seconds from when they started, each for itself; what they agree about is how many have passed."""
+    if output.scheduled_s is None or output.queued_s is None:
+        return output
+    return msgspec.structs.replace(output, scheduled_s=sent + output.scheduled_s - output.queued_s, queued_s=sent)
 
 
 def _in_words(error: OSError) -> str:

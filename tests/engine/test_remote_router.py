@@ -8,7 +8,8 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import GroupBroken
 from phalanx.engine import remote_router
-from phalanx.engine.client import EngineOutput
+from phalanx.engine.client import EngineOutput, EngineRequest
 from phalanx.engine.core_messages import BrokenFrame
 from phalanx.engine.echo import EchoEngine
 from phalanx.engine.front_ends import FrontEnds
@@ -218,6 +219,29 @@ async def test_what_nobody_reads_any_more_leaves_the_engine() -> None:
         await task
         assert found[-1].finish_reason == "abort"
         await until(lambda: near.running == 0)
+
+
+@pytest.mark.parametrize("ahead", [-1e6, 1e6])
+async def test_times_are_those_of_the_clock_here(ahead: float) -> None:
+    """Each machine counts seconds from when it was started."""
+
+    class Elsewhere(EchoEngine):
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+            async for output in super().generate(request):
+                if output.scheduled_s is not None:
+                    now = time.monotonic() + ahead
+                    output = msgspec.structs.replace(output, queued_s=now - 0.5, scheduled_s=now)
+                yield output
+
+    port = free_port()
+    near, far = await RouterSide(port, Elsewhere(delay=0.005)).open(), ServersSide(port)
+    await far.router.start()
+    before = time.monotonic()
+    found = await collect(far.router.generate(engine_request()))
+    (queued, scheduled), *others = [(o.queued_s, o.scheduled_s) for o in found if o.scheduled_s is not None]
+    assert before <= queued <= time.monotonic() and scheduled == pytest.approx(queued + 0.5) and not others
+    await far.router.close()
+    await near.close()
 
 
 async def test_servers_that_leave_or_vanish_leave_nothing() -> None:
