@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from phalanx.checkpoint.fingerprint import changed
 from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import GroupBroken
 from phalanx.engine.client import EngineInfo, EngineLost, EngineOutput, EngineRequest, EngineStatus, request_error
@@ -191,10 +192,13 @@ class RemoteRouter:
             await asyncio.sleep(_AGAIN_S)
 
     async def _loaded(self, far: FarRouter, seconds: float | None) -> FarRouter:
-        """The connection, once the engines at its other end are loaded. Raises EngineLost, TimeoutError."""
+        """The connection, once the engines at its other end are loaded. Raises EngineLost, TimeoutError, Unwelcome."""
         try:
             async with asyncio.timeout(seconds):
-                await far.start()
+                info = await far.start()
+            if self._first.done() and info.weights != self._first.result().weights:
+                failure = changed(f"{info.model} on {self.name}")
+                raise Unwelcome(failure.message, fix=failure.fix)  # answers would go on as if it were the same model
         except BaseException:
             await self._leave(far)
             raise

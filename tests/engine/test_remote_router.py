@@ -178,6 +178,27 @@ async def test_streams_go_on_at_another_life_of_the_router() -> None:
     await near.close()
 
 
+async def test_answers_do_not_go_on_with_other_weights() -> None:
+    """The servers have no weights to compare."""
+    port = free_port()
+    near, far = await RouterSide(port).open(), ServersSide(port)
+    await far.router.start()
+    found, task = ask(far, "r")
+    await until(lambda: len(found) > 20)
+    await near.close()
+    other = EchoEngine(delay=0.005)
+    other._info = msgspec.structs.replace(other._info, weights="others")
+    near = await RouterSide(port, other).open()
+    await until(lambda: "are not those that the server started with" in (far.router.status().cause or ""))
+    assert far.router.status().state == "recovering" and not other.requests
+    await near.close()
+    near = await RouterSide(port).open()
+    await task
+    assert tokens_of(found) == echoed(400)
+    await far.router.close()
+    await near.close()
+
+
 async def test_a_former_connection_of_the_same_servers_is_given_up() -> None:
     """They may be back before anybody has noticed that they were gone, with the same ids."""
     async with both() as (near, far):
