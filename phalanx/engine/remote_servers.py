@@ -9,9 +9,11 @@ up anybody else. Does not know requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import platform
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -69,7 +71,8 @@ class RemoteServers:
         self._encrypt = parallel.encrypt_transport
         self._name, self._versions = platform.node(), text_versions()
         self._located: asyncio.Future[tuple[str, Survey]] = asyncio.get_running_loop().create_future()
-        self._callers = 0
+        self._callers: dict[socket.socket, str] = {}
+        """Those that are proving themselves, the oldest first, with their addresses."""
         self.refused = 0
         """Callers turned away."""
         if not parallel.transport_key:
@@ -98,20 +101,35 @@ class RemoteServers:
             except OSError:  # the caller is gone again, or there are no descriptors
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            if self._callers >= _CALLERS:
+            address = str(peer[0])
+            if not self._has_room(address):
                 sock.close()
                 continue
-            task = asyncio.create_task(self._hear(sock, str(peer[0])))
+            self._callers[sock] = address
+            task = asyncio.create_task(self._hear(sock, address))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
+    def _has_room(self, address: str) -> bool:
+        """For one more caller. When all places are taken, one of those goes whose address has most of them: who calls
+        and says nothing keeps nobody else out."""
+        if len(self._callers) < _CALLERS:
+            return True
+        ((most, _),) = Counter(self._callers.values()).most_common(1)
+        if most == address:
+            return False
+        oldest = next(sock for sock, taken in self._callers.items() if taken == most)
+        del self._callers[oldest]
+        with contextlib.suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+        return True
+
     async def _hear(self, sock: socket.socket, peer: str) -> None:
         """A caller's whole life."""
-        self._callers += 1
         try:
             admitted = await self._admitted(sock, peer)
         finally:
-            self._callers -= 1
+            self._callers.pop(sock, None)
         if admitted is None:
             return
         stream, join = admitted

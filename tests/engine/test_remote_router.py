@@ -469,6 +469,18 @@ async def test_callers_without_the_key_get_no_answer() -> None:
         assert near.servers.refused == 3
 
 
+async def test_callers_that_say_nothing_keep_nobody_out() -> None:
+    async with both() as (near, far):
+        port = near.door.getsockname()[1]
+        mute = [socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.9", 0)) for _ in range(40)]
+        await until(lambda: len(near.servers._callers) == 32)
+        await far.hurt()
+        await until(lambda: far.router.status().state == "ready", 4)
+        for sock in mute:
+            sock.close()
+        await until(lambda: not near.servers._callers)
+
+
 async def test_a_frame_that_was_changed_ends_the_connection() -> None:
     async with both() as (_, far):
         connection = far.router._far
