@@ -22,7 +22,7 @@ from typing import Generic, Self, TypeVar
 import msgspec
 
 from phalanx.config import ParallelConfig
-from phalanx.distributed.transports.abort import Abort, GroupBroken
+from phalanx.distributed.transports.abort import Abort
 from phalanx.distributed.transports.secure_stream import CODE, HEADER, SecureStream, Steps, Unauthenticated
 from phalanx.engine.core_messages import MAX_FRAME, BrokenFrame, decoded, frame
 from phalanx.engine.frames import FrameStream, Received
@@ -88,13 +88,13 @@ def join_key(parallel: ParallelConfig, port: int) -> bytes:
 
 
 async def call(host: str, port: int, key: bytes, *, encrypt: bool, answer_s: float) -> SecureStream:
-    """Raises OSError when nobody can be reached there, GroupBroken when what answers does not have the key."""
+    """Raises OSError when nobody answers there, GroupBroken when who does ends the connection or lacks the key."""
     sock = await _connected(host, port)
     return await _proven(sock, key, "it", client=True, encrypt=encrypt, seconds=answer_s)
 
 
 async def answer(sock: socket.socket, key: bytes, peer: str, *, encrypt: bool) -> SecureStream:
-    """The other end of `call`. Raises GroupBroken."""
+    """The other end of `call`. Raises GroupBroken, OSError."""
     return await _proven(sock, key, peer, client=False, encrypt=encrypt, seconds=KNOCK_S)
 
 
@@ -129,7 +129,7 @@ async def _proven(
         return secure
     except TimeoutError:
         sock.close()
-        raise GroupBroken(f"{peer} did not answer in time.") from None
+        raise TimeoutError(f"{peer} did not answer in time") from None
     except BaseException:
         sock.close()
         raise

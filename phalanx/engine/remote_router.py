@@ -52,6 +52,8 @@ REPORT_S = 10.0
 _ANSWER_S = 10.0
 _AGAIN_S = 0.5
 """Between two calls."""
+_MEANT = 3
+"""So many times turned away without a word, it is meant. A router that is just ending does so too."""
 _COUNT_S = 2.0
 """What is counted here is told at least so often."""
 _GATHER_S = 1.5
@@ -159,25 +161,31 @@ class RemoteRouter:
     async def _connected(self, limit: float, *, patient: bool) -> FarRouter:
         """The next connection, with engines behind it. `patient`: who turns us away may take us later, and engines have
         no longer to load than all together. Raises ConfigError."""
-        began, said, reason = time.monotonic(), -REPORT_S, ""
+        began, said, reason, closed = time.monotonic(), -REPORT_S, "", 0
         while True:
+            refusal: ConfigError | None = None
             try:
                 async with asyncio.timeout(began + limit - time.monotonic()):
                     far = await self._join()
+                self._reason = reason = "it loads its model"
                 if not patient:
                     began = time.monotonic()
                 return await self._loaded(far, began + limit - time.monotonic() if patient else None)
-            except (Unwelcome, GroupBroken) as error:
-                refusal = error if isinstance(error, Unwelcome) else self._turned_away()
-                if not patient:
-                    raise refusal from None
-                reason = refusal.message.rstrip(".")
+            except Unwelcome as error:
+                refusal = error
+            except GroupBroken:
+                reason, closed = "it ended the connection", closed + 1
+                refusal = self._turned_away() if closed >= _MEANT else None
             except EngineLost as error:
                 reason = error.cause
             except OSError as error:
                 reason = _in_words(error) or reason or "no answer"
             except (EOFError, BrokenFrame):
                 reason = "it ended the connection"
+            if refusal is not None:
+                if not patient:
+                    raise refusal
+                reason = refusal.message.rstrip(".")
             now, self._reason = time.monotonic(), reason
             if now >= began + limit:
                 raise ConfigError(
@@ -419,7 +427,7 @@ def _by_our_clock(output: EngineOutput, sent: float) -> EngineOutput:
 def _in_words(error: OSError) -> str:
     """As the system says it; nothing for our own limits of time."""
     known = (error.errno or 0) > 0 and not isinstance(error, TimeoutError)
-    return os.strerror(error.errno or 0) if known else error.strerror or ""
+    return os.strerror(error.errno or 0) if known else error.strerror or str(error)
 
 
 class RemoteEngines:

@@ -370,8 +370,38 @@ async def test_a_wrong_key_is_said_at_once(
     near, far = await RouterSide(port).open(), ServersSide(port, **options)
     with pytest.raises(ConfigError, match=says):
         await asyncio.wait_for(far.router.start(), 5)
-    assert near.servers.refused == 1 and not near.ends._guests
+    assert near.servers.refused == 3 and not near.ends._guests
     assert "Turned away a caller from 127.0.0.1: it does not have the transport key." in caplog.text
+    await far.router.close()
+    await near.close()
+
+
+async def test_a_router_that_is_just_ending_turns_nobody_away() -> None:
+    """It closes the connection without a word, as it would for a wrong key. Who is early waits for the next one."""
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as door:
+        far = ServersSide(port)
+        starting = asyncio.create_task(far.router.start())
+        (await asyncio.to_thread(door.accept))[0].close()
+    near = await RouterSide(port).open()
+    await asyncio.wait_for(starting, 10)
+    assert "waiting for the router" in far.said[0] and "it ended the connection" in far.said[0]
+    await far.router.close()
+    await near.close()
+
+
+async def test_a_router_that_hangs_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_router, "_ANSWER_S", 0.2)
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as door:
+        far = ServersSide(port)
+        starting = asyncio.create_task(far.router.start())
+        calls = [await asyncio.to_thread(door.accept) for _ in range(5)]
+        assert "waiting for the router" in far.said[0] and "it did not answer in time" in far.said[0]
+    for sock, _ in calls:
+        sock.close()
+    near = await RouterSide(port).open()
+    await asyncio.wait_for(starting, 10)
     await far.router.close()
     await near.close()
 
