@@ -47,12 +47,13 @@ class FrameStream(Generic[Received]):
         await self.room()
 
     def post(self, message: msgspec.Struct) -> None:
-        """Send without waiting."""
-        self._writer.write(frame(message))
+        """Send without waiting. What is posted to a peer that is gone, is lost."""
+        if not self._writer.is_closing():  # uvloop would raise RuntimeError
+            self._writer.write(frame(message))
 
     async def room(self) -> None:
-        """Returns at once while the peer keeps up."""
-        with contextlib.suppress(ConnectionError):
+        """Returns at once while the peer keeps up, and when it is gone."""
+        with contextlib.suppress(OSError):
             await self._writer.drain()
 
     def close(self) -> None:

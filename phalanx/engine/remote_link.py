@@ -191,7 +191,8 @@ class SealedStream(FrameStream[Received], Generic[Received]):
             raise BrokenFrame(error.message.rstrip(".")) from None
 
     def post(self, message: msgspec.Struct) -> None:
-        self._writer.writelines(self._secure.seal(_KIND, memoryview(frame(message))[_LENGTH:]))
+        if not self._writer.is_closing():
+            self._writer.writelines(self._secure.seal(_KIND, memoryview(frame(message))[_LENGTH:]))
 
     def close(self) -> None:
         """At once: a peer that cannot be reached is not waited for."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import time
@@ -156,6 +157,33 @@ async def test_a_link_that_breaks_loses_and_repeats_nothing() -> None:
         await asyncio.gather(*(task for _, task in asked))
         assert [tokens_of(found) for found, _ in asked] == [echoed(400)] * 4
         assert far.router.status().state == "ready"
+
+
+def test_requests_that_come_while_the_link_breaks() -> None:
+    """On the loop that servers have, which is strict about what is written to a connection that is closed."""
+
+    async def in_each_turn() -> None:
+        async with both() as (_, far):
+            connection, asked = far.router._far, []
+            assert connection is not None
+            connection._stream.abort()
+            while far.router._far is connection:
+                asked.append(ask(far, f"r{len(asked)}", 20))
+                await asyncio.sleep(0)
+            await asyncio.gather(*(task for _, task in asked))
+            assert len(asked) > 1 and all(tokens_of(found) == echoed(20) for found, _ in asked)
+
+    pytest.importorskip("uvloop").run(in_each_turn())
+
+
+async def test_a_request_that_comes_as_the_network_is_given_up() -> None:
+    """The kernel's word for it is no ConnectionError."""
+    async with both() as (_, far):
+        assert far.router._far is not None
+        found, task = ask(far, "r", 20)
+        far.router._far._stream._reader.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
+        await task
+        assert tokens_of(found) == echoed(20)
 
 
 async def test_streams_go_on_at_another_life_of_the_router() -> None:
