@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.history import Answer, Log, assemble, check_stream
 from tests.helpers.machines import Machines
 from tests.helpers.processes import stopped, wait_until
+from tests.helpers.scopes import module_or_test
 from tests.helpers.serving import Client, Serving, free_port
 from tests.helpers.tiny_model import write_tiny_model
 
@@ -23,7 +24,7 @@ ASK: dict[str, Any] = {"prompt": "hello", "temperature": 0, "ignore_eos": True, 
 SINGLE = ("--api-server-count", "1")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope=module_or_test)
 def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
     folder = tmp_path_factory.mktemp("machines")
     made = Machines(folder, write_tiny_model(folder / "tiny"), ASK)
@@ -43,7 +44,7 @@ def start_far_again(both: Machines) -> None:
     both.far.ready()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope=module_or_test)
 def oracle(machines: Machines) -> Answer:
     """What the machine with the engine answers itself."""
     client = Client(machines.near, "near", ASK)
