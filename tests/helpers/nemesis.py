@@ -257,11 +257,9 @@ class Nemesis:
                     self._heal.append(lambda: os.kill(pid, signal.SIGCONT) if alive(pid) else None)
             if case.fault == "stop_then_continue":
                 self._continue_later(case, pid)
-        elif case.fault == "freeze":
-            self._groups.freeze([pid])
-        elif case.fault == "out_of_memory":
+        elif case.fault in ("freeze", "out_of_memory"):
             with contextlib.suppress(ProcessLookupError):  # a first loss may have taken it along: recovery is off
-                self._groups.starve(pid, 1 << 16)
+                self._groups.freeze([pid]) if case.fault == "freeze" else self._groups.starve(pid, 1 << 16)
             self._hit_at = time.monotonic()
         else:
             raise AssertionError(f"{case.fault} cannot be done from outside")
