@@ -48,12 +48,12 @@ class Asking(threading.Thread):
 
     def under_way(self) -> None:
         assert wait_until(lambda: len(self.text) > 20 or self.error is not None, 60), self.cluster.outputs()
-        assert self.is_alive() and self.error is None, (self.error, self.cluster.outputs())
+        assert self.is_alive() and self.error is None, f"{self.error}\n{self.cluster.outputs()}"
 
     def answer(self, seconds: float = 60) -> str:
         self.cluster.pace.release()
         self.join(seconds)
-        assert not self.is_alive() and self.error is None, (self.error, self.cluster.outputs())
+        assert not self.is_alive() and self.error is None, f"{self.error}\n{self.cluster.outputs()}"
         return self.text
 
 
