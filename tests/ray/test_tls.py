@@ -45,7 +45,7 @@ def bed(authority: Authority, files: tuple[Path, Path]) -> Iterator[RayHosts]:
 
 def test_ranks_compute_on_a_cluster_with_tls(bed: RayHosts, model: Path, reference) -> None:
     with bed.executor(model, tensor_parallel_size=2, placement_strategy="SPREAD", encrypt_transport=True) as ranks:
-        assert [status["node"] for status in ranks.ready()] == ["host1", "host2"]
+        assert sorted(status["node"] for status in ranks.ready()) == ["host1", "host2"]  # they are alike
         assert ranks.ask("generate") == reference.generate(PROMPT, 10, GREEDY)
         assert ranks.ask("close") == []
 
