@@ -1,8 +1,11 @@
 // A step in which each request computes its last token and samples the next one: from the table of requests to the tokens,
-// with nothing but pauses between. Rows that need anything else are not begun; phalanx/worker/model_runner.py is the twin.
+// with nothing but pauses and waits between. Rows that need anything else are not begun; phalanx/worker/model_runner.py is
+// the twin, with which the others of a group may compute the same step: the exchanges are the same.
 #include <nanobind/stl/tuple.h>
 
 #include <cstdlib>
+#include <cstring>
+#include <limits>
 #include <memory>
 #include <tuple>
 #include <vector>
@@ -17,6 +20,7 @@ namespace phalanx {
 namespace {
 
 constexpr double kGreedyBelow = 1e-5;  // phalanx.sampling.parameters.GREEDY_BELOW
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // As phalanx.kernels.decoding.SamplingView lays it out.
 struct SamplingColumns {
@@ -24,6 +28,12 @@ struct SamplingColumns {
   const double *temperature, *top_p, *min_p;
   const std::int64_t *top_k, *choice;
   const std::uint64_t* seed;
+
+  bool draws(std::size_t slot) const { return temperature[slot] >= kGreedyBelow; }
+  // Something of so many tokens may be left out: phalanx.sampling.truncation.
+  bool narrows(std::size_t slot, std::int64_t tokens) const {
+    return (top_k[slot] > 0 && top_k[slot] < tokens) || top_p[slot] < 1 || min_p[slot] > 0;
+  }
 };
 
 // Memory that begins at a cache line.
@@ -59,9 +69,12 @@ struct Rotary {
 
 class Decoding {
  public:
-  // `reel` goes from the ids of tokens to the logits of `vocab` tokens; `rotaries` are (frequencies, factor, how many).
-  Decoding(const Reel& reel, const std::vector<std::tuple<Address, double, int>>& rotaries, int type, int hidden, int vocab)
-      : reel_(reel), type_(type), hidden_(hidden), vocab_(vocab), rotaries_(rotaries.size()) {
+  // `reel` goes from the ids of tokens, or from `stream`, to the `logits` of `vocab` tokens from `first` on, or to the
+  // stream. Both have room for `most` rows. `rotaries` are (frequencies, factor, how many).
+  Decoding(const Reel& reel, const std::vector<std::tuple<Address, double, int>>& rotaries, int type, int hidden, int vocab,
+           int first, Address stream, Address logits, std::size_t most)
+      : reel_(reel), type_(type), hidden_(hidden), vocab_(vocab), first_(first), stream_(stream), logits_(logits),
+        most_(most), rotaries_(rotaries.size()) {
     for (std::size_t i = 0; i < rotaries.size(); ++i) {
       rotaries_[i].inverse = at_address<float>(std::get<0>(rotaries[i]));
       rotaries_[i].factor = static_cast<float>(std::get<1>(rotaries[i]));
@@ -70,34 +83,58 @@ class Decoding {
   }
 
   // Change the table by a plan's rows, and take from it what they compute. False, and nothing is changed, when they are
-  // not what is played here. The table and the columns stay where they are until the end.
+  // not what is played here. `exchange` is with the ranks that have the other shares; null: there are none. It, the table
+  // and the columns stay where they are until the end.
   bool begin(Address table, Address sampling, const nb::bytes& slots, const nb::bytes& counts, const nb::bytes& last,
-             const nb::bytes& block_rows, const nb::bytes& blocks) {
+             const nb::bytes& block_rows, const nb::bytes& blocks, Exchange* exchange) {
     table_ = at_address<RequestTable>(table);
     sampling_ = at_address<SamplingColumns>(sampling);
     const PlanRows rows(slots, counts, last, block_rows, blocks);
-    if (rows.size() == 0 || !rows.can_advance(*table_)) return false;
+    samples_ = vocab_ > 0;
+    if (rows.size() == 0 || rows.size() > most_ || !rows.can_advance(*table_)) return false;
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const std::size_t slot = rows.slots[i];
       const std::int64_t length = table_->length[slot] + (rows.last[i] != kNoToken);
       if (rows.counts[i] != 1 || table_->computed[slot] + 1 != length || !sampling_->simple[slot]) return false;
+      if (exchange && sampling_->draws(slot) && sampling_->narrows(slot, table_->vocab)) samples_ = false;
     }
+    if (exchange && !(exchange->takes(rows.size() * hidden_ * item()) && exchange->takes(rows.size() * kMostTold)))
+      return false;
     rows.advance(*table_);
     gather(rows.slots);
+    step_.exchange = exchange;
     return true;
   }
 
-  // On from where it stopped; at the end the table has the tokens.
+  // On from where it stopped. At the end the table has the tokens; but there are logits where a row of several ranks leaves
+  // tokens out, for which they have to tell each other more, and before the last stage the stream that the next takes.
   Reel::Place play(Reel::Place from, int most) {
-    const Reel::Place place = reel_.play(step_, from, most);
-    if (place.stop == Reel::Stop::end) choose();
-    return place;
+    const int last = reel_.blocks();  // behind it, what the ranks tell each other
+    if (from.block < last) {
+      const Reel::Place place = reel_.play(step_, from, most);
+      if (place.stop != Reel::Stop::end) return place;
+      if (samples_) choose();
+      if (samples_ && step_.exchange) {
+        tell();
+        if (!step_.exchange->done()) return {last, 0, Reel::Stop::wait};
+      }
+    }
+    if (samples_ && step_.exchange) hear();
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      ++table_->computed[slots_[i]];
+      if (samples_) table_->sampled[slots_[i]] = tokens_[i];
+    }
+    return {0, 0, Reel::Stop::end};
   }
 
-  // int32, of each row; kNoToken where the scores are not finite numbers.
-  nb::bytes tokens() const { return nb::bytes(tokens_.data(), tokens_.size() * sizeof(tokens_[0])); }
+  // int32, of each row; kNoToken where the scores are not finite numbers. None where the table has none.
+  nb::bytes tokens() const { return nb::bytes(tokens_.data(), samples_ ? tokens_.size() * sizeof(tokens_[0]) : 0); }
 
  private:
+  static constexpr std::int64_t kMostTold = 5 * 4;  // bytes of a row
+
+  std::size_t item() const { return static_cast<Type>(type_) == Type::bf16 ? 2 : 4; }
+
   void gather(const std::vector<std::uint16_t>& slots) {
     const std::size_t rows = slots.size();
     const std::int64_t size = table_->block_size;
@@ -121,10 +158,9 @@ class Decoding {
     plan_ = std::make_unique<AttentionPlan>(std::move(starts), std::move(contexts), reinterpret_cast<Address>(blocks_.data()),
                                             static_cast<int>(width), reinterpret_cast<Address>(places_.data()),
                                             static_cast<int>(size));
-    const std::size_t item = static_cast<Type>(type_) == Type::bf16 ? 2 : 4;
     step_ = {};
     for (Rotary& rotary : rotaries_) {
-      const std::size_t bytes = 2 * rotary.half * item;
+      const std::size_t bytes = 2 * rotary.half * item();
       const Turn turn{rotary.cos.at_least(rows * bytes), rotary.sin.at_least(rows * bytes), type_, 2 * rotary.half};
       for (std::size_t i = 0; i < rows; ++i)
         pointwise().turn[type_](static_cast<float>(table_->computed[slots_[i]]), rotary.inverse, rotary.factor,
@@ -132,57 +168,115 @@ class Decoding {
       step_.turns.push_back(turn);
     }
     step_.workspace = workspace_.at_least(reel_.workspace_bytes(rows));
-    step_.stream = stream_.at_least(rows * hidden_ * item);
-    step_.logits = logits_.at_least(rows * vocab_ * sizeof(float));
+    step_.stream = stream_;
+    step_.logits = logits_;
     step_.rows = rows;
     step_.plan = plan_.get();
     step_.ids = reinterpret_cast<Address>(ids_.data());
   }
 
+  LogitsRow row(std::size_t i) const {
+    const std::size_t slot = slots_[i];
+    const std::uint32_t first = static_cast<std::uint32_t>(first_);
+    LogitsRow row = {at_address<float>(logits_) + i * vocab_, vocab_, first, 0, 1, 0, 0, 0};
+    if (sampling_->draws(slot)) {
+      row.temperature = sampling_->temperature[slot];
+      row.top_p = sampling_->top_p[slot];
+      row.min_p = sampling_->min_p[slot];
+      if (!step_.exchange) row.top_k = sampling_->top_k[slot];  // else it keeps all tokens, but maybe not more than these
+      row.key = row_key(sampling_->seed[slot], sampling_->choice[slot], table_->length[slot], 0);
+    }
+    return row;
+  }
+
+  // Of the tokens that are here.
   void choose() {
     tokens_.resize(slots_.size());
+    bests_.resize(slots_.size());
     parallel_for(slots_.size(), [&](std::size_t i) {
-      const std::size_t slot = slots_[i];
-      const double temperature = sampling_->temperature[slot];
-      LogitsRow row = {at_address<float>(step_.logits) + i * vocab_, vocab_, 0, 0, 1, 0, 0, 0};
-      if (temperature >= kGreedyBelow) {
-        row.temperature = temperature;
-        row.top_p = sampling_->top_p[slot];
-        row.min_p = sampling_->min_p[slot];
-        row.top_k = sampling_->top_k[slot];
-        row.key = row_key(sampling_->seed[slot], sampling_->choice[slot], table_->length[slot], 0);
-      }
-      float best;
-      const std::int64_t token = choose_token(row, best);
+      const std::int64_t token = choose_token(row(i), bests_[i]);
       tokens_[i] = token < 0 ? kNoToken : static_cast<std::int32_t>(token);
     });
-    for (std::size_t i = 0; i < slots_.size(); ++i) {
-      ++table_->computed[slots_[i]];
-      table_->sampled[slots_[i]] = tokens_[i];
+  }
+
+  // What phalanx/sampling/split_vocabulary.py tells of such rows: largest logits, twice because nothing constrains them;
+  // their tokens; tokens and logits of the winners of rows that draw.
+  void tell() {
+    const std::size_t rows = slots_.size();
+    std::vector<std::size_t> drawing;
+    for (std::size_t i = 0; i < rows; ++i)
+      if (sampling_->draws(slots_[i])) drawing.push_back(i);
+    told_.resize(3 * rows + 2 * drawing.size());
+    std::memcpy(told_.data(), bests_.data(), 4 * rows);
+    std::memcpy(told_.data() + rows, bests_.data(), 4 * rows);
+    std::memcpy(told_.data() + 2 * rows, tokens_.data(), 4 * rows);
+    for (std::size_t k = 0; k < drawing.size(); ++k) {
+      const std::size_t i = drawing[k];
+      const float logit = tokens_[i] < 0 ? -kInfinity : at_address<float>(logits_)[i * vocab_ + tokens_[i] - first_];
+      told_[3 * rows + k] = tokens_[i];
+      std::memcpy(&told_[3 * rows + drawing.size() + k], &logit, 4);
+    }
+    step_.exchange->begin_gather(told_.data(), static_cast<std::int64_t>(4 * told_.size()));
+  }
+
+  // All ranks decide alike, by what all of them have told.
+  void hear() {
+    const std::vector<Address>& parts = step_.exchange->parts();
+    const std::size_t rows = slots_.size(), ranks = parts.size(), drawing = (told_.size() - 3 * rows) / 2;
+    std::vector<std::int32_t> tokens(ranks);
+    std::vector<float> logits(ranks);
+    const auto read = [&](std::size_t token_at, std::size_t logit_at) {
+      for (std::size_t r = 0; r < ranks; ++r) {
+        tokens[r] = at_address<std::int32_t>(parts[r])[token_at];
+        logits[r] = at_address<float>(parts[r])[logit_at];
+      }
+    };
+    for (std::size_t i = 0, k = 0; i < rows; ++i) {
+      read(2 * rows + i, rows + i);
+      std::size_t largest = 0;  // the first of the largest: its tokens are the lowest
+      bool numbers = true;
+      for (std::size_t r = 0; r < ranks; ++r) {
+        numbers = numbers && logits[r] < kInfinity;
+        if (logits[r] > logits[largest]) largest = r;
+      }
+      const bool usable = numbers && logits[largest] > -kInfinity;
+      std::int64_t token = tokens[largest];
+      if (sampling_->draws(slots_[i])) {
+        read(3 * rows + k, 3 * rows + drawing + k);
+        ++k;
+        if (usable) token = best_of_winners(row(i), tokens.data(), logits.data(), ranks);
+      }
+      tokens_[i] = usable ? static_cast<std::int32_t>(token) : kNoToken;
     }
   }
 
   const Reel& reel_;
-  const int type_, hidden_, vocab_;
+  const int type_, hidden_, vocab_, first_;
+  const Address stream_, logits_;
+  const std::size_t most_;
   std::vector<Rotary> rotaries_;
   const RequestTable* table_ = nullptr;
   const SamplingColumns* sampling_ = nullptr;
   // Of the step.
+  bool samples_ = false;
   std::vector<std::size_t> slots_;
   std::vector<std::int64_t> ids_, places_;
-  std::vector<std::int32_t> blocks_, tokens_;
+  std::vector<std::int32_t> blocks_, tokens_, told_;
+  std::vector<float> bests_;
   std::unique_ptr<AttentionPlan> plan_;
   TapeStep step_;
-  Lines workspace_, stream_, logits_;
+  Lines workspace_;
 };
 
 }  // namespace
 
 void bind_decoding(nb::module_& m) {
   nb::class_<Decoding>(m, "Decoding")
-      .def(nb::init<const Reel&, const std::vector<std::tuple<Address, double, int>>&, int, int, int>(),
+      .def(nb::init<const Reel&, const std::vector<std::tuple<Address, double, int>>&, int, int, int, int, Address,
+                    Address, std::size_t>(),
            nb::keep_alive<1, 2>())
-      .def("begin", &Decoding::begin)
+      .def("begin", &Decoding::begin, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+           nb::arg().none())
       .def("play", [](Decoding& decoding, int block, int entry, int stop, int most) {
         const Reel::Place place = decoding.play({block, entry, static_cast<Reel::Stop>(stop)}, most);
         return std::make_tuple(place.block, place.entry, static_cast<int>(place.stop));

@@ -31,14 +31,14 @@ inline void relax() {
 
 Exchange::Exchange(int rank, int size, Address words, Address round, int line, std::vector<std::int64_t> sleeping,
                    std::vector<int> bells, Address slots, std::int64_t slot_bytes, std::int64_t most_bytes,
-                   std::int64_t piece_rows, std::int64_t what, bool spins)
+                   std::int64_t piece_rows, std::int64_t sums, std::int64_t gathers, bool spins)
     : rank_(rank), size_(size), words_(at_address<std::int64_t>(words)), round_(at_address<std::int64_t>(round)),
       line_(line), sleeping_(std::move(sleeping)), bells_(std::move(bells)), slots_(slots), slot_bytes_(slot_bytes),
-      most_bytes_(most_bytes), piece_rows_(piece_rows), what_(what), spins_(spins), parts_(size) {}
+      most_bytes_(most_bytes), piece_rows_(piece_rows), sums_(sums), gathers_(gathers), spins_(spins), parts_(size) {}
 
-void Exchange::begin(const void* part, std::int64_t bytes) {
+void Exchange::begin(const void* part, std::int64_t bytes, std::int64_t what) {
   const std::int64_t round = ++*round_, parity = round & 1;
-  said_ = what_ | bytes;
+  said_ = what;
   std::memcpy(at_address<char>(slots_) + (parity * size_ + rank_) * slot_bytes_, part, bytes);
   std::int64_t* mine = words_ + rank_ * line_;
   __atomic_store_n(mine + 1 + parity, said_, __ATOMIC_RELAXED);

@@ -33,10 +33,11 @@ std::uint64_t mix(std::uint64_t word) {
   return word ^ (word >> 31);
 }
 
-std::uint32_t word_of(const Row& row, int column) {
-  const std::uint32_t token = row.first + static_cast<std::uint32_t>(column);
+std::uint32_t word_of(const Row& row, std::uint32_t token) {
   return mix(mix(token ^ static_cast<std::uint32_t>(row.key)) + static_cast<std::uint32_t>(row.key >> 32));
 }
+
+std::uint32_t token_of(const Row& row, int column) { return row.first + static_cast<std::uint32_t>(column); }
 
 // Candidates sort by falling logit, ties by column: as rising integers.
 std::uint64_t sort_key(float logit, int column) {
@@ -54,9 +55,9 @@ float single(double temperature) { return static_cast<float>(std::min<double>(te
 float inverse(double temperature) { return 1.0f / single(temperature); }  // never zero
 
 // What decides a race: phalanx/sampling/race.py.
-double sum_of(const Row& row, int column, float best) {
-  const double exponential = -std::log1p((word_of(row, column) + 0.5) * -0x1p-32);
-  return (static_cast<double>(row.logits[column]) - best) / row.temperature - std::log(exponential);
+double sum_of(const Row& row, std::uint32_t token, float logit, float best) {
+  const double exponential = -std::log1p((word_of(row, token) + 0.5) * -0x1p-32);
+  return (static_cast<double>(logit) - best) / row.temperature - std::log(exponential);
 }
 
 // Of columns in any order, the one with the largest sum; of equal ones the lowest.
@@ -67,7 +68,7 @@ int winner(const Row& row, float best, std::size_t count, Column column_at) {
   for (std::size_t i = 0; i < count; ++i) {
     const int column = column_at(i);
     if (row.logits[column] == -kInfinity) continue;
-    const double sum = sum_of(row, column, best);
+    const double sum = sum_of(row, token_of(row, column), row.logits[column], best);
     if (sum > most || (sum == most && column < won)) most = sum, won = column;
   }
   return won;
@@ -76,7 +77,7 @@ int winner(const Row& row, float best, std::size_t count, Column column_at) {
 double bound_of(const Row& row, int column, float best) {
   constexpr double kSlack = 1.0001;
   const float distance = (best - row.logits[column]) / single(row.temperature);
-  return -std::log1p((word_of(row, column) + 0.5) / -0x1p32) * std::exp(static_cast<double>(distance)) * 0x1p32 *
+  return -std::log1p((word_of(row, token_of(row, column)) + 0.5) / -0x1p32) * std::exp(static_cast<double>(distance)) * 0x1p32 *
          kSlack;
 }
 
@@ -208,6 +209,18 @@ std::int64_t choose_token(const LogitsRow& row, float& best_value) {
   if (!std::isfinite(best.value)) return -1;
   const int column = row.temperature > 0 ? draw(row, best) : best.column;
   return column < 0 ? -1 : static_cast<std::int64_t>(column) + row.first;
+}
+
+std::int64_t best_of_winners(const LogitsRow& row, const std::int32_t* tokens, const float* logits, std::size_t parts) {
+  const float best = *std::max_element(logits, logits + parts);
+  double most = -kInfinity;
+  std::int64_t won = -1;
+  for (std::size_t i = 0; i < parts; ++i) {
+    if (logits[i] == -kInfinity) continue;
+    const double sum = sum_of(row, static_cast<std::uint32_t>(tokens[i]), logits[i], best);
+    if (sum > most) most = sum, won = tokens[i];
+  }
+  return won;
 }
 
 std::uint64_t row_key(std::uint64_t seed, std::uint64_t choice, std::uint64_t position, std::uint64_t purpose) {

@@ -36,20 +36,25 @@ Tape::Entry& Tape::add(Kind kind, int from, int to) {
   return entry;
 }
 
-void Tape::look_up_plain(Address weights) {
-  add(Kind::plain_rows, static_cast<int>(Buffer::stream), static_cast<int>(Buffer::stream)).first = weights;
+void Tape::look_up_plain(Address weights, int outputs, int start) {
+  Entry& entry = add(Kind::plain_rows, static_cast<int>(Buffer::stream), static_cast<int>(Buffer::stream));
+  entry.first = weights;
+  entry.start = start;
+  entry.width = outputs;
 }
 
-void Tape::look_up_packed(Address weights, int depth, int outputs) {
+void Tape::look_up_packed(Address weights, int depth, int outputs, int start) {
   Entry& entry = add(Kind::packed_rows, static_cast<int>(Buffer::stream), static_cast<int>(Buffer::stream));
   entry.first = weights;
+  entry.start = start;
   entry.depth = depth;
   entry.width = outputs;
 }
 
-void Tape::look_up_blocks(Address parts, int count, int inputs, int lead) {
+void Tape::look_up_blocks(Address parts, int count, int inputs, int lead, int start) {
   Entry& entry = add(Kind::block_rows, static_cast<int>(Buffer::stream), static_cast<int>(Buffer::stream));
   entry.first = parts;
+  entry.start = start;
   entry.count = count;
   entry.depth = inputs;
   entry.lead = lead;
@@ -114,7 +119,7 @@ void Tape::activate(int x, int to, int width, int function, bool gated) {
   entry.flag = gated;
 }
 
-void Tape::sum() { add(Kind::sum, static_cast<int>(Buffer::delta), static_cast<int>(Buffer::delta)); }
+void Tape::sum(int buffer) { add(Kind::sum, buffer, buffer); }
 
 void Tape::add_bias(Address bias) {
   add(Kind::bias, static_cast<int>(Buffer::delta), static_cast<int>(Buffer::delta)).first = bias;
@@ -166,7 +171,7 @@ void Tape::play(const TapeStep& step, const Placing& placing, std::size_t first,
 void Tape::begin_sum(const TapeStep& step, Rows rows) const {
   const Room room = this->room(step);
   const std::size_t width = hidden_ * item(Buffer::delta, type_);
-  step.exchange->begin(at_address<void>(room[Buffer::delta] + rows.first * width), rows.count * width);
+  step.exchange->begin_sum(at_address<void>(room[Buffer::delta] + rows.first * width), rows.count * width);
 }
 
 void Tape::end_sum(const TapeStep& step, Rows rows) const {
@@ -193,7 +198,7 @@ int Tape::play(const TapeStep& step, const Placing& placing, int entry, bool arr
     begun = step.exchange != nullptr && step.exchange->takes(bytes);
     if (!begun) return static_cast<int>(i);
     if (!arrived) {
-      step.exchange->begin(at_address<void>(room[next.from]), bytes);
+      step.exchange->begin_sum(at_address<void>(room[next.from]), bytes);
       if (!step.exchange->done()) return static_cast<int>(i);
     }
     arrived = false;
@@ -222,16 +227,21 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
   switch (entry.kind) {
     case Kind::plain_rows: {
       const std::size_t bytes = hidden_ * item(entry.to, type_);
-      for (std::size_t row = 0; row < step.rows; ++row)
-        std::memcpy(at_address<char>(to) + row * bytes,
-                    at_address<char>(entry.first) + at_address<std::int64_t>(step.ids)[row] * bytes, bytes);
+      for (std::size_t row = 0; row < step.rows; ++row) {
+        const std::int64_t at = at_address<std::int64_t>(step.ids)[row] - entry.start;
+        char* own = at_address<char>(to) + row * bytes;
+        if (at >= 0 && at < entry.width)
+          std::memcpy(own, at_address<char>(entry.first) + at * bytes, bytes);
+        else
+          std::memset(own, 0, bytes);
+      }
       break;
     }
     case Kind::packed_rows:
-      look_up_packed_rows(entry.first, step.ids, 0, to, step.rows, entry.width, entry.depth, type_);
+      look_up_packed_rows(entry.first, step.ids, entry.start, to, step.rows, entry.width, entry.depth, type_);
       break;
     case Kind::block_rows:
-      look_up_block_rows(step.ids, step.rows, 0, entry.depth, entry.lead, entry.first, entry.count, to, type_);
+      look_up_block_rows(step.ids, step.rows, entry.start, entry.depth, entry.lead, entry.first, entry.count, to, type_);
       break;
     case Kind::norm: {
       // A block's first norm adds what the block before has left, if there is one.
@@ -392,7 +402,7 @@ Reel::Place Reel::play_in_pieces(const TapeStep& step, std::size_t piece, Place 
 void bind_tape(nb::module_& m) {
   nb::class_<Exchange>(m, "Exchange")
       .def(nb::init<int, int, Address, Address, int, std::vector<std::int64_t>, std::vector<int>, Address, std::int64_t,
-                    std::int64_t, std::int64_t, std::int64_t, bool>());
+                    std::int64_t, std::int64_t, std::int64_t, std::int64_t, bool>());
   nb::class_<Tape>(m, "Tape")
       .def(nb::init<int, int, int, int>())
       .def("look_up_plain", &Tape::look_up_plain)

@@ -57,10 +57,11 @@ class Tape {
   Tape(int type, int hidden, int wide, int inner);
 
   // In the order of the calls:
-  // The stream is rows of a table whose ids are the step's: plain, a packed matrix of so many, or `parts` of blocks.
-  void look_up_plain(Address weights);
-  void look_up_packed(Address weights, int depth, int outputs);
-  void look_up_blocks(Address parts, int count, int inputs, int lead);
+  // The stream is rows of a table whose ids are the step's: plain, a packed matrix of so many, or `parts` of blocks. It
+  // begins with row `start`; of those that it does not have there are zeros.
+  void look_up_plain(Address weights, int outputs, int start);
+  void look_up_packed(Address weights, int depth, int outputs, int start);
+  void look_up_blocks(Address parts, int count, int inputs, int lead, int start);
   void norm(int x, int delta, Address weight, Address bias, int to, double eps, int layer, int types);
   // `to` [rows, pitch] from `column` on; the weights are packed, or `parts` of blocks.
   void multiply_packed(int x, int to, int column, int pitch, Address weights, Address bias, int depth, int outputs);
@@ -68,8 +69,8 @@ class Tape {
                        int inputs, int lead);
   void attend(int qkv, int to, Address query_norm, Address key_norm, int norm_type, double eps);
   void activate(int x, int to, int width, int function, bool gated);
-  // The ranks' deltas are added up.
-  void sum();
+  // The ranks' deltas are added up, or, where that takes one round, their streams.
+  void sum(int buffer);
   void add_bias(Address bias);
 
   // Bytes of workspace for so many rows.
@@ -98,7 +99,7 @@ class Tape {
     Kind kind;
     Buffer from = Buffer::none, to = Buffer::none, delta = Buffer::none;
     Address first = 0, second = 0;  // weights
-    int width = 0, depth = 0, column = 0, pitch = 0, count = 0, lead = 0;
+    int width = 0, depth = 0, column = 0, pitch = 0, count = 0, lead = 0, start = 0;
     int types = -1, function = 0;
     bool flag = false;
     bool rounds = false;   // what it writes is rounded to 8 bits, for the products behind it
@@ -136,6 +137,7 @@ class Reel {
   };
   Place play(const TapeStep& step, Place from, int most) const;
   std::size_t workspace_bytes(std::size_t rows) const;
+  int blocks() const { return static_cast<int>(blocks_.size()); }
 
  private:
   // One thing after the other, when sums are made in pieces.

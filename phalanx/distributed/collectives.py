@@ -54,8 +54,8 @@ class Group(Protocol):
     def barrier(self) -> None: ...
 
     def rounds(self, dtype: torch.dtype) -> Rounds | None:
-        """Where native code can make small sums of `dtype` by itself; None where every exchange is a call. Every rank
-        may do as it likes. Good until the epoch ends."""
+        """Where native code can make small sums of `dtype`, and small gathers of int32, by itself; None where every
+        exchange is a call. Every rank may do as it likes. Good until the epoch ends."""
         ...
 
     def join_round(self) -> None:

@@ -43,38 +43,51 @@ class SamplingView:
 
 class Decoding:
     def __init__(
-        self, reel: Reel, rotaries: Sequence[tuple[torch.Tensor, float]], dtype: torch.dtype, hidden: int, vocab: int
-    ):
-        """`reel` is threaded. `rotaries` are float32 frequencies [dim / 2] and a factor, as in `pointwise.turns`.
-        Raises CannotRecord."""
-        library = native()
+        self, reel: Reel, rotaries: Sequence[tuple[torch.Tensor, float]], stream: torch.Tensor, logits: torch.Tensor,
+        first: int,
+    ):  # fmt: skip
+        """`reel` is threaded, and goes from the ids of tokens or the rows of `stream` [most rows, hidden] to `logits`
+        float32 [most rows, tokens], those of the tokens from `first` on, or, if there are none, to the stream.
+        `rotaries` are float32 frequencies [dim / 2] and a factor, as in `pointwise.turns`. Raises CannotRecord."""
+        library, dtype = native(), stream.dtype
         if library is None or dtype not in _TYPES:
             raise CannotRecord(f"there are no kernels for {dtype} here")
+        for room in (stream, logits):
+            if len(room) != len(stream) or not room.is_contiguous() or not room.is_cpu:
+                raise ValueError("rows have to be contiguous, on the CPU, and as many logits")
+        if logits.dtype is not torch.float32:
+            raise ValueError("logits have to be float32")
         for inverse, _ in rotaries:
             if inverse.dtype is not torch.float32 or inverse.dim() != 1 or not inverse.is_contiguous():
                 raise CannotRecord("frequencies have to be a vector of float32")
             if 2 * len(inverse) > reel.narrowest:
                 raise CannotRecord("a rotation is wider than a head")
-        self._held = reel, rotaries
+        self._held = reel, rotaries, stream, logits
+        self._exchange: Any = None
         self._native = library.Decoding(
             reel.native, [(inverse.data_ptr(), factor, len(inverse)) for inverse, factor in rotaries],
-            _TYPES[dtype], hidden, vocab,
+            _TYPES[dtype], stream.shape[1], logits.shape[1], first, stream.data_ptr(), logits.data_ptr(), len(stream),
         )  # fmt: skip
 
-    def begin(self, table: TableView, how: SamplingView, rows: Rows) -> bool:
+    def begin(self, table: TableView, how: SamplingView, rows: Rows, exchange: Any) -> bool:
         """Change the table by the plan's rows, which have no accepted or proposed tokens. False, and nothing is
-        changed, when they do not fit, compute anything but a last token, or sample in another way than `how` says."""
+        changed, when there are too many of them, or they do not fit, compute anything but a last token, or sample in
+        another way than `how` says. `exchange` (`tape.exchange_of`) is with the ranks that have the other shares of the
+        model; with None there are none. With it, rows whose sums take more than a round are not begun either."""
+        self._exchange = exchange  # held on to
         done: bool = self._native.begin(
-            table.address, how.address, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows, rows.new_blocks
-        )
+            table.address, how.address, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows,
+            rows.new_blocks, exchange,
+        )  # fmt: skip
         return done
 
     def play(self, place: Place, most: int) -> Place:
-        """As `Reel.play`; the table and `how` of the beginning are still there. At the end the rows' tokens are
-        computed, and the table has those sampled."""
+        """As `Reel.play`, but that no sum is left to the caller; the table and `how` of the beginning are still there.
+        At the end the rows' tokens are computed, and the table has those sampled, if there are any."""
         return Place(*self._native.play(*place, most))
 
     def tokens(self) -> bytes:
-        """int32, of each row: the one sampled, or `NO_TOKEN` where the scores are not finite numbers."""
+        """int32, of each row: the one sampled, or `NO_TOKEN` where the scores are not finite numbers. None are sampled
+        without logits, and where with other ranks one of the rows leaves tokens out."""
         found: bytes = self._native.tokens()
         return found

@@ -64,8 +64,9 @@ class Tape:
 
     # -- recording
 
-    def look_up(self, table: PackedMatrix | BlockProduct | torch.Tensor | None) -> None:
-        """The stream is the rows of a table that the step's tokens name. None: it is not in one piece."""
+    def look_up(self, table: PackedMatrix | BlockProduct | torch.Tensor | None, start: int) -> None:
+        """The stream is the rows of a table that the step's tokens name. The table begins with row `start`; for rows
+        that it does not have there are zeros. None: it is not in one piece."""
         if table is None or (not isinstance(table, BlockProduct) and table.dtype is not self.dtype):
             raise CannotRecord(f"there is no table of {self.dtype}")
         width = table.shape[1] if isinstance(table, torch.Tensor) else table.inputs
@@ -73,11 +74,11 @@ class Tape:
             raise ValueError(f"the rows of a table have {width} numbers, a token has {self.hidden}")
         self._held.append(table)
         if isinstance(table, BlockProduct):
-            self.native.look_up_blocks(*table.parts, width, table.lead)
+            self.native.look_up_blocks(*table.parts, width, table.lead, start)
         elif isinstance(table, torch.Tensor):
-            self.native.look_up_plain(self._address(table))
+            self.native.look_up_plain(self._address(table), len(table), start)
         else:
-            self.native.look_up_packed(table.data.data_ptr(), width, table.outputs)
+            self.native.look_up_packed(table.data.data_ptr(), width, table.outputs, start)
 
     def norm(
         self, x: int, delta: int | None, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float,
@@ -141,7 +142,12 @@ class Tape:
     def sum_delta(self) -> None:
         """Over the ranks of the tensor group."""
         self._take(DELTA, self.hidden)
-        self.native.sum()
+        self.native.sum(DELTA)
+
+    def sum_stream(self) -> None:
+        """Over the ranks of the tensor group. Only for tapes that are played where a sum takes one round."""
+        self._take(STREAM, self.hidden)
+        self.native.sum(STREAM)
 
     def add_bias(self, bias: torch.Tensor) -> None:
         """To the delta."""
@@ -237,7 +243,7 @@ class Reel:
 
 
 def exchange_of(rounds: Sequence[Any]) -> Any:
-    """What a reel makes sums with, from the numbers of a group's rounds (native/exchange.hpp has their order)."""
+    """What native code exchanges with, from the numbers of a group's rounds (native/exchange.hpp has their order)."""
     library = native()
     if library is None:
         raise ValueError("there is no native library")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.distributed.partition import Partition
-from phalanx.kernels.tape import LOGITS, CannotRecord, Tape
+from phalanx.kernels.tape import LOGITS, Tape
 from phalanx.kernels.weight_memory import WeightMemory
 from phalanx.layers.layer import Layer
 from phalanx.layers.linear import LinearContext
@@ -58,14 +58,12 @@ class VocabularyTable(Layer):
 
     def record_embed(self, tape: Tape) -> None:
         """`embed`, to the stream. Raises CannotRecord."""
+        tape.look_up(self.scheme.table(self.storage), self.start)
         if self.split:
-            raise CannotRecord("a token table is split")
-        tape.look_up(self.scheme.table(self.storage))
+            tape.sum_stream()
 
     def record_logits(self, tape: Tape, x: int) -> None:
-        """`logits` of the whole vocabulary, from a buffer. Raises CannotRecord."""
-        if self.split:
-            raise CannotRecord("an output head is split")
+        """`logits`, from a buffer. Raises CannotRecord."""
         tape.multiply(x, self.scheme.matrices(self.storage), self.bias, LOGITS)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:

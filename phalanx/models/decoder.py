@@ -154,21 +154,23 @@ class Decoder(Layer):
     def decoding(self, caches: list[LayerCache]) -> Decoding | None:
         """The steps in which each request has one token to compute; None where they are no other than all steps."""
         spec = self.spec
-        outside = (self.project_in, self.project_out, self.positions, self._embedding_scale, spec.logit_soft_cap)
-        if not (self.is_first and self.is_last):  # a last stage may have the token table too, where it is the head
-            return None
-        if self.embedding is None or self.head is None or any(part is not None for part in outside):
+        outside: list[object] = [self.project_in, self.positions, self.project_out]
+        outside += [self._embedding_scale] * self.is_first + [spec.logit_soft_cap] * self.is_last
+        if any(part is not None for part in outside):
             return None
         tapes = self._recording()
         if tapes is None or self._log_positions or not all(rotary.one_class for rotary in self._rotaries):
             return None
+        start, stop = self.own_tokens if self.is_last else (0, 0)
         try:
-            first, last = Tape(self.dtype, spec.hidden_size), Tape(self.dtype, spec.hidden_size, logits=spec.vocab_size)
-            self.embedding.record_embed(first)
+            first, last = Tape(self.dtype, spec.hidden_size), Tape(self.dtype, spec.hidden_size, logits=stop - start)
+            if self.is_first and self.embedding is not None:
+                self.embedding.record_embed(first)
             if self.final_norm is not None:
                 self.final_norm.record(last, STREAM, DELTA, NORMED)
-            self.head.record_logits(last, STREAM if self.final_norm is None else NORMED)
-            return Decoding(tapes, first, last, caches, self._rotaries, self.pulse)
+            if self.head is not None:
+                self.head.record_logits(last, STREAM if self.final_norm is None else NORMED)
+            return Decoding(tapes, first, last, caches, self._rotaries, start, self.pulse)
         except CannotRecord:
             return None
 

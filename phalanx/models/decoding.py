@@ -1,19 +1,22 @@
 """Steps in which each request has one token to compute, in a native call or a few: nearly all steps of a server.
 
 With small models what Python does for a step takes a good part of its time. Between the plan's rows and the sampled
-tokens there is none of it here. What it computes is what `Decoder` and the sampler do, to the bit, and it says no to
-every step that needs more.
+tokens there is none of it here, but for waits that take longer than a moment. What it computes and exchanges with other
+ranks is what `Decoder` and the sampler do, to the bit, and it says no to every step that needs more: whether the others
+of a group compute a step here or there makes no difference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from phalanx.attention.base import LayerCache
 from phalanx.distributed.pulse import Pulse
 from phalanx.kernels import decoding as kernels
 from phalanx.kernels.request_rows import TableView
-from phalanx.kernels.tape import END, CannotRecord, Place, Reel, ReelBlock, Tape
+from phalanx.kernels.tape import END, WAIT, Place, Reel, ReelBlock, Tape
 from phalanx.layers.rotary import Rotary
 from phalanx.models.tapes import Tapes, together
 from phalanx.step import Rows
@@ -25,27 +28,51 @@ MOST_ROWS = 64
 class Decoding:
     def __init__(
         self, tapes: Tapes, first: Tape, last: Tape, caches: Sequence[LayerCache], rotaries: Sequence[Rotary],
-        pulse: Pulse,
+        first_token: int, pulse: Pulse,
     ):  # fmt: skip
-        """`first` is the token table's tape, `last` that of norm and head. Raises CannotRecord."""
-        if tapes.group.size > 1:
-            raise CannotRecord("ranks add up what they compute")
+        """`first` is the token table's tape, `last` that of norm and head, whose logits begin with `first_token`. They
+        are empty in other stages than these. Raises CannotRecord."""
         reel = Reel([ReelBlock(first, False, -1, -1), *tapes.blocks, ReelBlock(last, False, -1, -1)])
         reel.thread([cache.layer for cache in caches])  # type: ignore[attr-defined]
+        self._stream = torch.empty(MOST_ROWS, first.hidden, dtype=first.dtype)
+        self._logits = torch.empty(MOST_ROWS, last.logits)  # takes memory for the rows that there are
         self._steps = kernels.Decoding(
-            reel, [(rotary.inverse_frequencies[0], float(rotary.factors[0])) for rotary in rotaries],
-            first.dtype, first.hidden, last.logits,
+            reel, [(rotary.inverse_frequencies[0], float(rotary.factors[0])) for rotary in rotaries], self._stream,
+            self._logits, first_token,
         )  # fmt: skip
+        self._tapes = tapes
         self._pulse = pulse
+        self._count = 0
 
-    def run(self, table: TableView, how: kernels.SamplingView, rows: Rows) -> bytes | None:
-        """The token of each row, as `kernels.Decoding.tokens`; None, with nothing changed, for more than `MOST_ROWS`,
-        and for rows that `begin` there says no to."""
-        count = len(rows.slots) // 2
-        if count > MOST_ROWS or not self._steps.begin(table, how, rows):
-            return None
-        place, most = Place(), together(count)
+    def begin(self, table: TableView, how: kernels.SamplingView, rows: Rows) -> bool:
+        """The table has the plan's rows, which `play` computes; False, with nothing changed, for rows that the kernel's
+        `begin` says no to, and where the group's exchanges are calls."""
+        group, exchange = self._tapes.group, None
+        if group.size > 1:
+            exchange = self._tapes.exchange(self._stream.dtype)
+            if exchange is None:
+                return False
+        self._count = len(rows.slots) // 2
+        return self._steps.begin(table, how, rows, exchange)
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """[rows, hidden]: before `play`, for what the stage before has computed; then, for the next one."""
+        return self._stream[: self._count]
+
+    @property
+    def logits(self) -> torch.Tensor:
+        """[rows, this rank's tokens], when `play` has sampled none."""
+        return self._logits[: self._count]
+
+    def play(self) -> bytes:
+        """The token of each row, as `kernels.Decoding.tokens`. None before the last stage, and where the ranks have to
+        tell each other more than is done here: then there are logits."""
+        place, most = Place(), together(self._count)
         while (place := self._steps.play(place, most)).stop != END:
-            self._pulse.beat()
+            if place.stop == WAIT:
+                self._tapes.group.join_round()
+            else:
+                self._pulse.beat()
         self._pulse.beat()
         return self._steps.tokens()

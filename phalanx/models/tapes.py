@@ -68,7 +68,7 @@ class Tapes:
         delta = self._delta(x)
         factors = [step.query_factors[positions] for positions in self._scaled]
         reel, most = self._reel, together(len(x))
-        playing = reel.begin(self._memory, x, step.plan, step.turns, factors, self._connect(x.dtype))
+        playing = reel.begin(self._memory, x, step.plan, step.turns, factors, self.exchange(x.dtype))
         place = Place()
         while (place := reel.play(playing, place, most)).stop != END:
             if place.stop == PAUSE:
@@ -98,7 +98,8 @@ class Tapes:
             found = self._deltas[len(x)] = self._memory[: x.nbytes].view(x.dtype).view(x.shape)
         return found
 
-    def _connect(self, dtype: torch.dtype) -> Any:
+    def exchange(self, dtype: torch.dtype) -> Any:
+        """What native code exchanges with the group by in this epoch; None where it has to be called."""
         rounds = self.group.rounds(dtype) if self.group.size > 1 else None
         if rounds is not self._rounds:
             self._rounds, self._exchange = rounds, None if rounds is None else exchange_of(rounds)

@@ -4,7 +4,7 @@ Full logits are not gathered. For every row a rank tells the others its largest 
 tokens it adds the winner among its own (`phalanx.sampling.race`); the best of these is the row's token. Of a row that
 leaves tokens out it adds the log of its sum of exp and its best candidates; from these all ranks choose alike, by the
 arithmetic of `phalanx.sampling.sampler`. Only rows of this last kind that need more candidates to know (a nucleus that
-is wider) are gathered whole, and counted.
+is wider) are gathered whole, and counted. native/decoding.cpp tells and hears the same of rows of the first two kinds.
 
 Guarantees: what a rank decides depends on gathered numbers and on the plan alone, so that all ranks decide alike, make
 the same exchanges and report the same failures. Tokens are those that one rank with all logits chooses, but for a
@@ -74,8 +74,11 @@ class SplitSampler:
         free, drawn = np.flatnonzero(~greedy & ~narrows), np.flatnonzero(~greedy & narrows)
         count = self._candidates(table.top_k[batch.slots[drawn]])
         message = [_words(raw_best), _words(best), first.to(torch.int32) + self._first]
-        for at in range(0, len(free), self._step):
-            message += self._race_message(logits, table, batch, free[at : at + self._step])
+        raced = [
+            self._race_message(logits, table, batch, free[at : at + self._step])
+            for at in range(0, len(free), self._step)
+        ]
+        message += [ids for ids, _ in raced] + [values for _, values in raced]
         for at in range(0, len(drawn), self._step):
             message += self._draw_message(logits, best, table, batch, drawn[at : at + self._step], count)
         heard = _Heard(self._exchange(message))
@@ -85,9 +88,8 @@ class SplitSampler:
         # The first rank of those with the largest logit has the lowest token ids.
         chosen = firsts[bests.argmax(0), np.arange(rows)]
         tokens[greedy & usable] = chosen[greedy & usable]
-        for at in range(0, len(free), self._step):
-            part = free[at : at + self._step]
-            tokens[part] = np.where(usable[part], self._race(heard, table, batch, part), NO_TOKEN)
+        if len(free):
+            tokens[free] = np.where(usable[free], self._race(heard, table, batch, free), NO_TOKEN)
         for at in range(0, len(drawn), self._step):
             part = drawn[at : at + self._step]
             tokens[part] = self._draw(heard, bests[:, part], usable[part], table, batch, part, count)
@@ -161,14 +163,14 @@ class SplitSampler:
 
     def _race_message(
         self, logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]
-    ) -> list[torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and logits of this rank's winners, for rows that draw from all tokens."""
         few = logits if len(rows) == len(logits) else logits[self._index(rows, logits)]
         won = race_all(few, table.temperature[batch.slots[rows]], draw_keys(table, batch, rows), self._first)
         ids = self._index(won, logits)
         columns = (ids - self._first).clamp(0, logits.shape[-1] - 1)
         values = few.gather(-1, columns[:, None])[:, 0].masked_fill(ids < 0, float("-inf"))
-        return [ids.to(torch.int32), _words(values)]
+        return ids.to(torch.int32), _words(values)
 
     @staticmethod
     def _race(heard: _Heard, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:

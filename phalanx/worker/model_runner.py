@@ -55,8 +55,8 @@ class ModelRunner:
         Raises ValueError for a plan that contradicts itself.
         """
         began = time.perf_counter()
-        if (decoded := self._decoded(plan)) is not None:
-            return self._decoded_result(plan, decoded, began)
+        if (decoding := self._decoding_of(plan)) is not None:
+            return self._decoded(decoding, plan, began)
         return self._run(plan, began)
 
     @torch.inference_mode()
@@ -102,26 +102,49 @@ class ModelRunner:
             compute_s=compute_s,
         )
 
-    def _decoded(self, plan: StepPlan) -> bytes | None:
-        """The tokens of a step that computes one token of each row, and whose rows ask for nothing but the next; None,
+    def _decoding_of(self, plan: StepPlan) -> Decoding | None:
+        """What has begun the step, where it computes one token of each row and none asks for more than the next; None,
         with nothing changed, for other steps."""
         rows = plan.rows
         if plan.admissions or plan.released or plan.mask_rows or plan.masks or rows.accepted_rows or rows.proposed_rows:
             return None
         if not self._recorded:
             self._decoding, self._recorded = self.decoder.decoding(self.pool.caches), True
-        if self._decoding is None:
+        if self._decoding is None or not self._decoding.begin(self.table.view, self.table.sampling.view, rows):
             return None
-        return self._decoding.run(self.table.view, self.table.sampling.view, rows)
+        return self._decoding
 
-    def _decoded_result(self, plan: StepPlan, tokens: bytes, began: float) -> StepResult:
+    def _decoded(self, decoding: Decoding, plan: StepPlan, began: float) -> StepResult | None:
+        if self.link is not None and not self.decoder.is_first:
+            decoding.hidden.copy_(self._received(self.link, len(decoding.hidden)))
+        tokens = decoding.play()
+        if self.link is not None and not self.decoder.is_last:
+            self.link.send(decoding.hidden)
+            self.worked_s = time.perf_counter() - began - self._waited_s
+            return None
+        tokens = tokens or self._sampled(decoding.logits, plan.rows.slots)
         slots, failures = plan.rows.slots, []
         if _NO_TOKEN in tokens:
             which, drawn = np.frombuffer(slots, "<u2"), np.frombuffer(tokens, "<i4")
             failures = [RowFailure(slot, NO_SCORES) for slot in which[drawn == NO_TOKEN].tolist()]
             slots, tokens = (numbers[drawn != NO_TOKEN].tobytes() for numbers in (which, drawn))
-        self.worked_s = time.perf_counter() - began
-        return StepResult(plan.epoch, plan.step_id, slots, tokens, failures=failures, compute_s=self.worked_s)
+        compute_s = time.perf_counter() - began
+        self.worked_s = compute_s - self._waited_s
+        return StepResult(plan.epoch, plan.step_id, slots, tokens, failures=failures, compute_s=compute_s)
+
+    @torch.inference_mode()
+    def _sampled(self, logits: torch.Tensor, packed: bytes) -> bytes:
+        """For rows that ask for nothing but tokens, whose `logits` these are."""
+        slots = np.frombuffer(packed, "<u2").astype(np.int64)
+        tokens = self._choose(logits, self._batch(slots, None)).tokens
+        self.table.keep_sampled(slots, tokens)
+        return tokens.astype("<i4").tobytes()
+
+    def _received(self, link: StageLink, tokens: int) -> torch.Tensor:
+        began = time.perf_counter()
+        hidden = link.receive(tokens)
+        self._waited_s = time.perf_counter() - began
+        return hidden
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, NDArray[np.int64]]:
         """Hidden states [T, hidden], and where each row's tokens end in them."""
@@ -134,9 +157,9 @@ class ModelRunner:
             prompt_lens=inputs.prompt_lens.tolist(),
         )
         tokens, positions = self._tensor(inputs.token_ids), self._tensor(inputs.positions)
-        began = time.perf_counter()
-        before = self.link.receive(len(tokens)) if self.link is not None and not self.decoder.is_first else None
-        self._waited_s = time.perf_counter() - began
+        before = None
+        if self.link is not None and not self.decoder.is_first:
+            before = self._received(self.link, len(tokens))
         hidden = self.decoder(tokens, positions, self.pool.caches, layout, before)
         if self.link is not None and not self.decoder.is_last:
             self.link.send(hidden)
@@ -173,9 +196,13 @@ class ModelRunner:
                     next_place[index] += 1
             batch.mask_rows = np.array(masked, np.int64)
             batch.masks = words[kept]
-        if self.split is not None:
-            return self.split.sample(self.decoder.own_logits(hidden), self.table.sampling, batch)
-        return sample(self.decoder.logits(hidden), self.table.sampling, batch)
+        logits = self.decoder.logits(hidden) if self.split is None else self.decoder.own_logits(hidden)
+        return self._choose(logits, batch)
+
+    def _choose(self, logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+        """`logits` are of the tokens that this rank has."""
+        choose = sample if self.split is None else self.split.sample
+        return choose(logits, self.table.sampling, batch)
 
     def _batch(self, slots: NDArray[np.int64], ahead: NDArray[np.int64] | None) -> SamplingBatch:
         """`ahead` is how many proposed tokens are before each place."""

@@ -17,6 +17,7 @@ class StageLink:
         self._groups, self._place = groups, place
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
 
+    @torch.inference_mode()
     def receive(self, tokens: int) -> torch.Tensor:
         """The stage before's result, [tokens, hidden]."""
         shape = (tokens, self._hidden_size)
@@ -26,6 +27,7 @@ class StageLink:
             hidden = torch.empty(shape, dtype=self._dtype, device=self._device)
         return self._groups.tp.broadcast(hidden, 0) if self._groups.tp.size > 1 else hidden
 
+    @torch.inference_mode()
     def send(self, hidden: torch.Tensor) -> None:
         if self._place.tp == 0:
             self._groups.pp.send(hidden, self._place.pp + 1)

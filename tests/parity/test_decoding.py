@@ -5,23 +5,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 
-from phalanx.distributed.mesh import Mesh
 from phalanx.kernels.library import native
 from phalanx.models import decoding
-from phalanx.models.decoder import Decoder
 from phalanx.quantization.base import choose_scheme
 from phalanx.sampling.sampler import NO_SCORES
-from phalanx.step import ON_DEVICE, RowFailure, SamplingState, StepPlan, StepResult
-from phalanx.worker.kv_pool import KVPool
-from phalanx.worker.model_runner import ModelRunner
-from phalanx.worker.request_table import RequestTable
-from tests.helpers.decoders import decoder_of, random_ids
-from tests.helpers.plans import GREEDY, Run, admission, plan
+from phalanx.step import ON_DEVICE, RowFailure, SamplingState
+from tests.helpers.both_runners import WAYS, Both
+from tests.helpers.decoders import decoder_of
+from tests.helpers.plans import Run, admission, plan
 from tests.helpers.tiny_gguf import to_gguf
 from tests.helpers.tiny_models import FAMILIES, tiny_checkpoint
 
@@ -30,66 +25,8 @@ if native() is None:
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-BLOCK = 4
-WAYS = {
-    2: GREEDY,
-    0: SamplingState(temperature=0.8, seed=3, choice=2),
-    3: SamplingState(temperature=1.3, top_k=9, top_p=0.9, min_p=0.02, seed=2**63 + 5),
-}
-"""By slot."""
 ALONE = {"llama", "llama-biased", "mistral", "phi3", "qwen2", "qwen3"}
 """Families with nothing between the tables and the blocks, and one class of prompts."""
-
-
-class Both:
-    """A runner that computes such steps natively, and one that never does."""
-
-    def __init__(self, *decoders: Decoder):
-        self.natively = 0
-        self.runners = [self._runner(decoder) for decoder in decoders]
-        first, second = self.runners
-        second._recorded = True
-        decoded = first._decoded
-
-        def counted(sent: StepPlan) -> bytes | None:
-            tokens = decoded(sent)
-            self.natively += tokens is not None
-            return tokens
-
-        first._decoded = counted
-
-    def _runner(self, decoder: Decoder) -> ModelRunner:
-        pool = KVPool(decoder, blocks=40, block_size=BLOCK, dtype=decoder.dtype)
-        table = RequestTable(slots=4, max_model_len=64, block_size=BLOCK, blocks=40, vocab_size=decoder.spec.vocab_size)
-        return ModelRunner(decoder, pool, table, CPU)
-
-    def run(self, sent: StepPlan) -> StepResult:
-        results = [msgspec.structs.replace(runner.run(sent), compute_s=0.0) for runner in self.runners]
-        assert results[0] == results[1]
-        first, second = (runner.table for runner in self.runners)
-        for column in ("active", "tokens", "length", "num_prompt", "computed", "block_table", "num_blocks", "sampled"):
-            np.testing.assert_array_equal(getattr(first, column), getattr(second, column), column)
-        return results[0]
-
-    def begin(self) -> None:
-        """Prompts of 5, 9 and 13 tokens, in blocks that just hold them."""
-        for i, (slot, sampling) in enumerate(WAYS.items()):
-            length = 5 + 4 * i
-            blocks = range(10 * i, 10 * i + -(-length // BLOCK))
-            admitted = admission(slot, random_ids(length, seed=i), blocks, sampling=sampling)
-            self.run(plan([Run(slot, length)], admit=[admitted]))
-
-    def decode(self, steps: int) -> None:
-        """With new blocks where they are needed, and the last tokens by turns left where they are or sent along."""
-        for step in range(steps):
-            table = self.runners[1].table
-            runs = []
-            for i, slot in enumerate(WAYS):
-                length, blocks = int(table.length[slot]), int(table.num_blocks[slot])
-                new = (10 * i + blocks,) if length + 1 > blocks * BLOCK else ()
-                last = ON_DEVICE if step % 2 else int(table.sampled[slot])
-                runs.append(Run(slot, 1, last, new))
-            self.run(plan(runs, step=step))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -99,15 +36,6 @@ def test_every_family(family: str, dtype: torch.dtype) -> None:
     both.begin()
     both.decode(12)
     assert both.natively == (12 if family in ALONE else 0)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stage_of_several_waits_for_the_others(rank: int) -> None:
-    """The last one has the token table too, where it is the head."""
-    decoder = decoder_of(tiny_checkpoint("qwen3"), mesh=Mesh(pp=2), rank=rank)
-    assert decoder.embedding is not None and (rank == 0 or decoder.head is not None)
-    caches = KVPool(decoder, blocks=4, block_size=BLOCK, dtype=decoder.dtype).caches
-    assert decoder.decoding(caches) is None
 
 
 @pytest.fixture(scope="module")
@@ -170,8 +98,10 @@ def test_other_steps_are_computed_part_by_part(llamas: Both) -> None:
     assert llamas.natively == 1
 
 
-def test_many_rows_are_computed_part_by_part(llamas: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_are_computed_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MOST_ROWS", 2)
+    llamas = Both(*(decoder_of(tiny_checkpoint("llama")) for _ in range(2)))
+    llamas.begin()
     llamas.run(plan([Run(slot, 1, ON_DEVICE) for slot in WAYS]))
     assert llamas.natively == 0
 

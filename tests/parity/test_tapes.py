@@ -3,8 +3,6 @@ over ranks that share memory or do not."""
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.distributed.collectives import Group, Groups
+from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transports import segment, shared_memory
 from phalanx.distributed.transports.abort import Abort, GroupBroken
@@ -24,7 +22,7 @@ from phalanx.models import tapes
 from phalanx.models.decoder import Decoder
 from phalanx.quantization.base import choose_scheme
 from tests.helpers.decoders import decoder_of, random_ids
-from tests.helpers.processes import wait_until
+from tests.helpers.meddling import Calls, asleep, die, do_something_else, fall_silent, leave, leave_out
 from tests.helpers.rank_spawner import Member, Ranks, run_ranks
 from tests.helpers.stepping import Driver
 from tests.helpers.tiny_gguf import to_gguf
@@ -139,56 +137,7 @@ def test_sums_in_pieces(family: str, size: int, dtype: torch.dtype) -> None:
 # -- a rank whose peer does something in the middle of a block
 
 SUM = 4
-"""Of a step: after the token table's and the first block's two, in the second block. `do` comes before it."""
-
-
-class Calls:
-    """A group whose sums are calls, so that something can be done before one of them."""
-
-    def __init__(self, group: Group, do: Callable[[], bool | None]):
-        self._group, self._do, self._count = group, do, 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def rounds(self, dtype: torch.dtype) -> None:
-        return None
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._count += 1
-        left_out = self._count == SUM and self._do()
-        return tensor if left_out else self._group.all_reduce(tensor)
-
-
-def asleep(member: Member) -> None:
-    """Until rank 0 has fallen asleep: it has waited for longer than native code does, and than Python does awake."""
-    shared = member.tp._segment  # type: ignore[attr-defined]
-    assert wait_until(lambda: bool(shared.words[shared.sleeping[0]]), 20)
-
-
-def die(member: Member) -> None:
-    asleep(member)
-    member.tell("now")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def fall_silent(member: Member) -> None:
-    asleep(member)
-    member.tell("now")
-    member.ask()
-
-
-def leave(member: Member) -> None:
-    asleep(member)
-    raise GroupBroken("something else is wrong")
-
-
-def leave_out(member: Member) -> bool:
-    return True
-
-
-def do_something_else(member: Member) -> None:
-    member.tp.barrier()
+"""Of a step: after the token table's and the first block's two, in the second block. What is done comes before it."""
 
 
 def meets(
@@ -197,7 +146,7 @@ def meets(
     """Rank 1 does that; rank 0 plays. The logits and where rank 0 had to wait: in which block, at which sum of it.
     `left_out` is what does nothing at rank 0, `aborted` whether its wait is broken from outside."""
     if member.rank == 1:
-        decoder = half(Member(1, Groups(tp=Calls(member.tp, lambda: do(member))), member.abort, member.pipe), path)
+        decoder = half(Member(1, Groups(tp=Calls(member.tp, lambda: do(member), SUM)), member.abort, member.pipe), path)
         return logits_of(decoder).flatten().tolist(), []
     decoder, waits = half(member, path), []
     if left_out:

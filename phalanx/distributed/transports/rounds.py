@@ -30,7 +30,9 @@ class Rounds(NamedTuple):
     """Of all ranks together: more takes other rounds than one in which each rank adds up everything."""
     piece_rows: int
     """More rows than these are then summed so many at a time, or as many as a slot holds, each in one such round."""
-    what: int
+    sums: int
     """What a rank says it does in a sum of a dtype, less the bytes."""
+    gathers: int
+    """What a rank says it does in a gather of vectors of int32, as long from each rank, less the bytes of all."""
     spins: bool
     """Whether each rank has a core to wait on."""

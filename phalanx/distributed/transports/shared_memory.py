@@ -148,7 +148,7 @@ class SharedMemoryGroup:
             found = self._known_rounds[dtype] = Rounds(
                 self.rank, self.size, words, self._rounds.buffer_info()[0], LINE, segment.sleeping,
                 tuple(segment.bells), words + segment.data_offset, SLOT, _WHOLE_SUM, _PIECE_ROWS,
-                _what(ALL_REDUCE, dtype, 0), segment.spins,
+                _what(ALL_REDUCE, dtype, 0), _what(GATHER, torch.int32, 0), segment.spins,
             )  # fmt: skip
         return found
 
@@ -296,7 +296,8 @@ class SharedMemoryGroup:
         shape = [*mine.shape[:dim], sum(lengths), *mine.shape[dim + 1 :]]
         widths = [n * inner for n in lengths]
         nbytes = rows * sum(widths) * mine.element_size()
-        what = _what(GATHER, mine.dtype, nbytes, rows, inner, *lengths)
+        plain = mine.dim() == 1 and len(set(lengths)) == 1  # then the bytes say all of it
+        what = _what(GATHER, mine.dtype, nbytes, *(() if plain else (rows, inner, *lengths)))
         if rows * max(widths) * mine.element_size() > SLOT:
             return _Gather(what, shape, rows, widths, None)
         views = [
