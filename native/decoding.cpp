@@ -183,7 +183,7 @@ class Decoding {
       row.temperature = sampling_->temperature[slot];
       row.top_p = sampling_->top_p[slot];
       row.min_p = sampling_->min_p[slot];
-      if (!step_.exchange) row.top_k = sampling_->top_k[slot];  // else it keeps all tokens, but maybe not more than these
+      row.top_k = sampling_->top_k[slot];
       row.key = row_key(sampling_->seed[slot], sampling_->choice[slot], table_->length[slot], 0);
     }
     return row;

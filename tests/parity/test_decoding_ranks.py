@@ -234,9 +234,14 @@ def norm_of(value: float) -> Callable[[Decoder], None]:
     return change
 
 
-def without_scores(decoder: Decoder) -> None:
-    start, stop = decoder.own_tokens
-    decoder.head.bias = torch.full((stop - start,), -torch.inf)  # type: ignore[union-attr]
+def biased(values: tuple[float, ...]) -> Callable[[Decoder], None]:
+    """All scores of each rank."""
+
+    def change(decoder: Decoder) -> None:
+        start, stop = decoder.own_tokens
+        decoder.head.bias = torch.full((stop - start,), values[decoder.place.tp])  # type: ignore[union-attr]
+
+    return change
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
@@ -254,7 +259,8 @@ def test_of_equal_scores_the_first_is_the_largest() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_may_have_no_token_to_choose(rank: int) -> None:
-    outcomes = run_ranks(changed, 2, tiny_checkpoint("llama"), without_scores, (rank,))
+    change = biased((-torch.inf, -100.0) if rank == 0 else (-100.0, -torch.inf))
+    outcomes = run_ranks(changed, 2, tiny_checkpoint("llama"), change, (0, 1))
     start, stop = outcomes[1 - rank][1]
     for result, _ in outcomes:
         assert len(answer(result).tokens) == len(FREE)
@@ -262,7 +268,7 @@ def test_a_rank_may_have_no_token_to_choose(rank: int) -> None:
 
 
 def test_rows_without_any_token_to_choose_fail() -> None:
-    for result, _ in run_ranks(changed, 2, tiny_checkpoint("llama"), without_scores, (0, 1)):
+    for result, _ in run_ranks(changed, 2, tiny_checkpoint("llama"), biased((-torch.inf, -torch.inf)), (0, 1)):
         assert answer(result).failures == dict.fromkeys(FREE, NO_SCORES)
 
 
