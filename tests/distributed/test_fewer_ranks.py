@@ -81,6 +81,7 @@ def shape(executor: HubExecutor) -> list[tuple[str, int]]:
     return [(status.layers, status.heads) for status in executor.check_health()]
 
 
+@pytest.mark.recovery
 def test_three_ranks_then_two_then_one(engine_of, expected):
     engine, executor, launcher = engine_of(Mesh(tp=3))
     shapes = []
@@ -98,6 +99,7 @@ def test_three_ranks_then_two_then_one(engine_of, expected):
     assert engine.status().state == "ready"
 
 
+@pytest.mark.recovery
 def test_a_stage_keeps_what_it_has_left(engine_of, expected):
     engine, executor, launcher = engine_of(Mesh(tp=2, pp=2))
 
@@ -111,6 +113,7 @@ def test_a_stage_keeps_what_it_has_left(engine_of, expected):
     assert executor.max_in_flight == 2
 
 
+@pytest.mark.recovery
 def test_a_stage_that_has_lost_all_is_dropped(engine_of, expected):
     engine, executor, launcher = engine_of(Mesh(pp=2))
     assert executor.max_in_flight == 2
@@ -125,6 +128,7 @@ def test_a_stage_that_has_lost_all_is_dropped(engine_of, expected):
     assert executor.max_in_flight == 1
 
 
+@pytest.mark.recovery
 def test_what_comes_back_is_taken_in_when_nobody_waits(engine_of, expected, quick):
     engine, executor, launcher = engine_of(Mesh(tp=2))
 
@@ -168,6 +172,7 @@ def test_a_model_that_does_not_fit_what_is_left_waits(engine_of, expected, monke
     assert len(pids(executor)) == 2
 
 
+@pytest.mark.recovery
 def test_accepted_requests_wait_for_what_is_missing(engine_of, expected, quick, monkeypatch):
     monkeypatch.setattr(recovery, "CAPACITY_S", 0.3)
 
@@ -192,6 +197,7 @@ def test_accepted_requests_wait_for_what_is_missing(engine_of, expected, quick, 
     assert [done.plan for done in engine.status().recoveries] == ["restart"]
 
 
+@pytest.mark.recovery
 def test_memory_that_ran_out_makes_the_next_cache_smaller(engine_of, expected):
     """Halved each time, as long as it holds one request; then the place is given up like any other."""
     engine, executor, launcher = engine_of(Mesh(tp=2), max_model_len=64)
@@ -213,6 +219,7 @@ def test_memory_that_ran_out_makes_the_next_cache_smaller(engine_of, expected):
     assert engine.status().failures == {"out_of_memory": len(sizes)}
 
 
+@pytest.mark.recovery
 def test_room_for_shorter_requests_only(engine_of, expected):
     """A layout that holds less than --max-model-len: what fits goes on, what does not waits for the place's return."""
 

@@ -74,6 +74,7 @@ def test_every_layout_gives_the_tokens_of_one_rank(engine_of, expected, name):
     assert len(set(pids(executor))) == mesh.world_size
 
 
+@pytest.mark.recovery
 def test_ranks_that_cannot_be_forked_are_spawned(config, expected):
     """As for GPUs, whose drivers do not survive a fork."""
     executor = HubExecutor(SupervisorLauncher(2, "a device of that kind"), Layout(Mesh(tp=2)))
@@ -127,6 +128,7 @@ class TestPipeline:
 class TestKilled:
     """Every request of the running ones ends with the tokens it would have had."""
 
+    @pytest.mark.recovery
     @pytest.mark.parametrize("rank", [0, 1, 2])
     def test_in_mid_stream(self, engine_of, expected, rank):
         engine, executor = engine_of(Mesh.of_widths((2, 1)))
@@ -144,6 +146,7 @@ class TestKilled:
         assert engine.status().epoch == 1 and engine.status().state == "ready"
         assert launcher(executor).started == [0, 1, 2, rank]
 
+    @pytest.mark.recovery
     def test_again_and_again(self, engine_of, expected):
         engine, executor = engine_of(Mesh(tp=2))
         kills = 0
@@ -158,6 +161,7 @@ class TestKilled:
         assert (served.tokens, served.errors, kills) == (expected, {}, 5)
         assert engine.status().epoch == 5
 
+    @pytest.mark.recovery
     def test_all_at_once_or_with_their_supervisor(self, engine_of, expected, supervisor):
         engine, executor = engine_of(Mesh(tp=2))
 
@@ -171,6 +175,7 @@ class TestKilled:
         served = serve(engine, WANTED, kill)
         assert (served.tokens, served.errors) == (expected, {})
 
+    @pytest.mark.recovery
     def test_during_the_restart(self, engine_of, expected):
         engine, executor = engine_of(Mesh(tp=2))
         killed = []

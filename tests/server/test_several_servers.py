@@ -184,12 +184,16 @@ def test_nothing_outlives_the_process_that_started_them(served: Served) -> None:
     assert served.left(5) == {} and not [process for process in below if alive(process.pid)]
 
 
+@pytest.mark.recovery
 def test_a_lost_engine_is_made_good_for_both_and_counted_once(served: Served) -> None:
+    (undisturbed,) = whole(served, ask_at(served, 0, 1))
     clients = [*ask_at(served, 0, 2), *ask_at(served, 1, 2)]
     os.kill(served.engine(), signal.SIGKILL)
     assert wait_until(lambda: served.get("/health/ready")[0] == 503, 3)
     logs = whole(served, clients)
     assert len(logs) == 4, served.output
+    complaints = [each for log in logs for each in check_stream(log, assemble(undisturbed))]
+    assert not complaints, "\n".join(complaints)
     assert wait_until(lambda: served.counted("recoveries_total") == 1, 5)
     assert served.counted("requests_resumed_total") == 4
     assert served.status()["epoch"] == 1 and served.at_rest(10)
