@@ -39,11 +39,11 @@ class Work:
     input_len: int = 128
 
 
-_CODE = (ROOT / "phalanx" / "executor" / "pending.py").read_text()
+_CODE = (ROOT / "phalanx" / "checkpoint" / "tensor_info.py").read_text()
 _TEXT = (ROOT / "docs" / "index.md").read_text() + (ROOT / "docs" / "kernels.md").read_text()[:2400]
 WORK = {
     "edit": Work(
-        f"```python\n{_CODE}```\nRename the class to Waiting. Answer with the whole file and nothing else.", 1, 256
+        f"```python\n{_CODE}```\nRename the class to StoredTensor. Answer with the whole file and nothing else.", 1, 256
     ),
     "recite": Work(f"{_TEXT}\n\nRepeat the text above from its beginning, word by word.", 1, 256),
     "story": Work("Tell a long story about a lighthouse keeper and the sea.", 1, 256, temperature=1.0),
