@@ -110,6 +110,7 @@ class _Gathering:
         self._closed, self._pending = True, None
         self._news.tell()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # one that was cancelled knows where it was, and so this: a circle for the collector
 
 
 class RequestStream(AsyncIterator[RequestOutput]):

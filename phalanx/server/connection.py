@@ -7,6 +7,7 @@ Bodies are limited in `bodies`, where the route's limit is known.
 from __future__ import annotations
 
 import asyncio
+import weakref
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ class _LingeringTransport:
 
     def __init__(self, transport: asyncio.Transport, protocol: LimitedHttpProtocol):
         self._transport = transport
-        self._protocol = protocol
+        self._protocol = weakref.ref(protocol)  # no circle, which the collector would have to find
         self._leaving = False
 
     def __getattr__(self, name: str) -> Any:
@@ -50,13 +51,14 @@ class _LingeringTransport:
         return self._leaving or self._transport.is_closing()
 
     def close(self) -> None:
-        if self.is_closing() or not self._protocol.in_request or not self._transport.can_write_eof():
+        protocol = self._protocol()
+        if self.is_closing() or protocol is None or not protocol.in_request or not self._transport.can_write_eof():
             self._transport.close()
             return
         self._leaving = True
         self._transport.write_eof()
-        self._protocol.ignore_the_rest()
-        self._protocol.loop.call_later(LINGER_S, self._transport.close)
+        protocol.ignore_the_rest()
+        protocol.loop.call_later(LINGER_S, self._transport.close)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):

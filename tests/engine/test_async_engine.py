@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import time
+import weakref
 
 import pytest
 
@@ -337,4 +338,23 @@ async def test_nothing_grows():
         await asyncio.gather(*(text_of(engine.generate("x", params(max_tokens=2))) for _ in range(200)))
     gc.collect()
     assert len(engine._streams) == 0
+    await engine.close()
+
+
+@pytest.mark.parametrize("asked", [0, 3])
+async def test_a_closed_stream_is_gone_without_the_collector(asked):
+    """Clients that hang up by the thousand leave nothing behind that must be looked for."""
+    engine = await start(EchoEngine(delay=0.001))
+    gc.disable()
+    try:
+        stream = await engine.submit("hello", params(max_tokens=1000))
+        for _ in range(asked):
+            await anext(stream)
+        gathering = weakref.ref(stream._gathering)
+        await stream.aclose()
+        del stream
+        await settle()
+        assert gathering() is None
+    finally:
+        gc.enable()
     await engine.close()

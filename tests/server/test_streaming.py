@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from phalanx.errors import Draining
+from phalanx.server.connection import LimitedHttpProtocol
 from phalanx.server.streaming import KEEP_ALIVE
 from tests.helpers.processes import until
 from tests.helpers.server import EchoServer, echo_server, events, on_socket
@@ -153,3 +155,23 @@ async def test_metrics_of_a_request(server: EchoServer) -> None:
     text = (await server.client.get("/metrics")).text
     assert 'method="other",route="unknown",status="404"' in text
     assert "nothing" not in text
+
+
+async def test_connections_of_clients_that_hung_up_are_gone_without_the_collector() -> None:
+    def connections() -> int:
+        return sum(type(each) is LimitedHttpProtocol for each in gc.get_objects())
+
+    body = json.dumps({"prompt": "one", "max_tokens": 1000, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    async with echo_server(echo={"delay": 0.01}) as server, on_socket(server.app) as port:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+                await reader.readuntil(b"data: ")
+                writer.transport.abort()
+            await until(lambda: not server.echo._running and connections() == 0, 10)
+        finally:
+            gc.enable()
