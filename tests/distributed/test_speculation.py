@@ -45,7 +45,9 @@ def expected(rank_model: Path) -> dict[str, list[int]]:
     return undisturbed(engine_config(rank_model), wanted())
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["undisturbed", "killed"])
+@pytest.mark.parametrize(
+    "kill", [pytest.param(False, id="undisturbed"), pytest.param(True, id="killed", marks=pytest.mark.recovery)]
+)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_over_ranks(
     supervisor: SupervisorProcess, rank_model: Path, expected: dict[str, list[int]], name: str, kill: bool

@@ -38,6 +38,7 @@ def images(pid: int) -> list[str]:
     return [fd.name for fd in folder.iterdir() if "phalanx-weights" in os.readlink(fd)]
 
 
+@pytest.mark.recovery
 def test_a_replacement_reads_nothing(supervisor, own_model, expected):
     """Other weights are in the checkpoint by then: one number of them, and the tokens would be others."""
     engine = start_engine(executor := mp_executor(supervisor, Mesh(tp=2)), engine_config(own_model))
@@ -78,6 +79,7 @@ def test_another_configuration_is_not_mixed_with_it(supervisor, own_model):
         executor.close()
 
 
+@pytest.mark.recovery
 def test_who_is_killed_while_it_loads_leaves_none(rank_model, expected, monkeypatch):
     """All ranks and images are lost with their supervisor, and then one of the ranks that load again."""
     monkeypatch.setenv("PHALANX_FAULT", "at=fill,rank=1,life=2,do=kill")
