@@ -18,9 +18,9 @@ struct LogitsRow {
 // The first of the largest where the temperature is 0, else one that is drawn; -1 where the largest logit, which is left
 // in `best`, is not a finite number.
 std::int64_t choose_token(const LogitsRow& row, float& best);
-// Of the parts of a vocabulary, from the lowest token on: which of their winners, `tokens` with these logits, is the
-// row's. -1 where none has one. `row` has no logits.
-std::int64_t best_of_winners(const LogitsRow& row, const std::int32_t* tokens, const float* logits, std::size_t parts);
+// Which of `tokens`, with these logits, wins; of equal ones the lowest. -1 where all are minus infinity. What logits `row`
+// has does not matter.
+std::int64_t winner_of(const LogitsRow& row, const std::int32_t* tokens, const float* logits, std::size_t count);
 // What a row draws with: phalanx/sampling/random.py.
 std::uint64_t row_key(std::uint64_t seed, std::uint64_t choice, std::uint64_t position, std::uint64_t purpose);
 

@@ -244,7 +244,7 @@ class Decoding {
       if (sampling_->draws(slots_[i])) {
         read(3 * rows + k, 3 * rows + drawing + k);
         ++k;
-        if (usable) token = best_of_winners(row(i), tokens.data(), logits.data(), ranks);
+        if (usable) token = winner_of(row(i), tokens.data(), logits.data(), ranks);
       }
       tokens_[i] = usable ? static_cast<std::int32_t>(token) : kNoToken;
     }

@@ -153,32 +153,32 @@ void first_candidates(const float* logits, int vocab, std::size_t most, std::vec
   std::sort(keys.begin(), keys.end());
 }
 
-// How many of the candidates `keys` the row may draw; -1 when it takes more of them to know. The arithmetic of
-// `kept_counts` in phalanx/sampling/truncation.py.
-std::int64_t kept_count(const Row& row, float best, double log_sum, const std::vector<std::uint64_t>& keys) {
-  const std::int64_t count = static_cast<std::int64_t>(keys.size());
-  const float scale = single(row.temperature);
+// How many of the first `count` candidates, whose logits are in order, the row may draw; -1 when it takes more of them to
+// know. `whole`: there are no more. The arithmetic of `kept_counts` in phalanx/sampling/truncation.py.
+template <typename Logit>
+std::int64_t kept_count(const Row& row, double log_sum, std::int64_t count, bool whole, Logit logit_at) {
+  const float scale = single(row.temperature), best = logit_at(0);
   std::vector<double> values(count), mass(count);
   double total = 0;
   std::int64_t finite = 0, likely = 0;
   const double floor = row.min_p > 0 ? std::log(row.min_p) : -kInfinity;
   for (std::int64_t i = 0; i < count; ++i) {
-    values[i] = (row.logits[column_of(keys[i])] - best) / scale;
+    values[i] = (logit_at(i) - best) / scale;
     mass[i] = total += std::exp(values[i] - log_sum);
     finite += values[i] > -kInfinity;
     likely += values[i] >= values[0] + floor;
   }
-  const bool complete = finite < count || count == row.vocab;
+  const bool complete = finite < count || whole;
   std::int64_t kept = std::min(likely, finite);
   if (row.top_k > 0) kept = std::min(kept, row.top_k);
   const bool known = complete || kept < count || (row.top_k > 0 && row.top_k <= count);
   const bool unlimited = row.top_k == 0 && row.min_p == 0 && !complete;
-  const double last = mass[kept - 1], whole = unlimited ? 1.0 : last;
+  const double last = mass[kept - 1], all = unlimited ? 1.0 : last;
   const bool narrowed = row.top_p < 1;
-  if (!known && !(unlimited && narrowed && last >= row.top_p * whole)) return -1;
+  if (!known && !(unlimited && narrowed && last >= row.top_p * all)) return -1;
   if (!narrowed) return kept;
   std::int64_t nucleus = 0;
-  for (std::int64_t i = 0; i < count; ++i) nucleus += (i ? mass[i - 1] : 0.0) < row.top_p * whole;
+  for (std::int64_t i = 0; i < count; ++i) nucleus += (i ? mass[i - 1] : 0.0) < row.top_p * all;
   return std::min(nucleus, kept);
 }
 
@@ -194,7 +194,8 @@ int draw(const Row& row, Best best) {
   for (int count : {few, 2048, row.vocab}) {
     if (count > row.vocab) continue;
     first_candidates(row.logits, row.vocab, count, keys);
-    const std::int64_t kept = kept_count(row, best.value, log_sum, keys);
+    const std::int64_t kept = kept_count(row, log_sum, count, count == row.vocab,
+                                         [&](std::size_t i) { return row.logits[column_of(keys[i])]; });
     if (kept > kSearched) return race(row, best, keys[kept - 1]);
     if (kept > 0) return winner(row, best.value, kept, [&](std::size_t i) { return column_of(keys[i]); });
   }
@@ -211,14 +212,14 @@ std::int64_t choose_token(const LogitsRow& row, float& best_value) {
   return column < 0 ? -1 : static_cast<std::int64_t>(column) + row.first;
 }
 
-std::int64_t best_of_winners(const LogitsRow& row, const std::int32_t* tokens, const float* logits, std::size_t parts) {
-  const float best = *std::max_element(logits, logits + parts);
+std::int64_t winner_of(const LogitsRow& row, const std::int32_t* tokens, const float* logits, std::size_t count) {
+  const float best = *std::max_element(logits, logits + count);
   double most = -kInfinity;
   std::int64_t won = -1;
-  for (std::size_t i = 0; i < parts; ++i) {
+  for (std::size_t i = 0; i < count; ++i) {
     if (logits[i] == -kInfinity) continue;
     const double sum = sum_of(row, static_cast<std::uint32_t>(tokens[i]), logits[i], best);
-    if (sum > most) most = sum, won = tokens[i];
+    if (sum > most || (sum == most && tokens[i] < won)) most = sum, won = tokens[i];
   }
   return won;
 }
@@ -232,11 +233,12 @@ std::uint64_t row_key(std::uint64_t seed, std::uint64_t choice, std::uint64_t po
 
 namespace {
 
-// As choose_token, of each row; rows draw nothing where `temperature` is null.
-void choose_tokens(Address logits, std::size_t rows, int vocab, std::uint32_t first, Address temperature, Address top_k,
-            Address top_p, Address min_p, Address keys, Address tokens, Address bests) {
-  parallel_for(rows, [&](std::size_t i) {
-    Row row = {at_address<float>(logits) + i * vocab, vocab, first, 0, 1, 0, 0, 0};
+// As phalanx.kernels.sampling.Draws; rows draw nothing where `temperature` is null.
+struct Draws {
+  Address temperature, top_k, top_p, min_p, keys;
+
+  Row of(std::size_t i, const float* logits, int vocab, std::uint32_t first) const {
+    Row row = {logits, vocab, first, 0, 1, 0, 0, 0};
     if (temperature) {
       row.temperature = at_address<double>(temperature)[i];
       row.top_p = at_address<double>(top_p)[i];
@@ -244,7 +246,70 @@ void choose_tokens(Address logits, std::size_t rows, int vocab, std::uint32_t fi
       row.top_k = at_address<std::int64_t>(top_k)[i];
       row.key = at_address<std::uint64_t>(keys)[i];
     }
+    return row;
+  }
+};
+
+// As choose_token, of each row.
+void choose_tokens(Address logits, std::size_t rows, int vocab, std::uint32_t first, Address temperature, Address top_k,
+                   Address top_p, Address min_p, Address keys, Address tokens, Address bests) {
+  const Draws draws{temperature, top_k, top_p, min_p, keys};
+  parallel_for(rows, [&](std::size_t i) {
+    const Row row = draws.of(i, at_address<float>(logits) + i * vocab, vocab, first);
     at_address<std::int64_t>(tokens)[i] = choose_token(row, at_address<float>(bests)[i]);
+  });
+}
+
+// What the others need to know of a part of the vocabulary, from token `first` on, to draw from all of it. Of each row
+// the log of the sum of exp((logit - best) / temperature), minus infinity where `best` is; tokens and logits of the first
+// `most` candidates, [rows, most], or -1 and NaN behind those that there are.
+void tell_candidates(Address logits, std::size_t rows, int vocab, std::uint32_t first, Address bests, Address temperature,
+                     std::size_t most, Address sums, Address tokens, Address values) {
+  const std::size_t have = std::min<std::size_t>(most, vocab);
+  parallel_for(rows, [&](std::size_t i) {
+    const float* x = at_address<float>(logits) + i * vocab;
+    const float best = at_address<float>(bests)[i];
+    const double sum =
+        best == -kInfinity ? 0 : sampling().sum_exp(x, vocab, best, inverse(at_address<double>(temperature)[i]));
+    at_address<float>(sums)[i] = static_cast<float>(std::log(sum));
+    std::vector<std::uint64_t> keys;
+    first_candidates(x, vocab, have, keys);
+    for (std::size_t j = 0; j < most; ++j) {
+      const int column = j < have ? column_of(keys[j]) : -1;
+      at_address<std::int32_t>(tokens)[i * most + j] = j < have ? static_cast<std::int32_t>(first) + column : -1;
+      at_address<float>(values)[i * most + j] = j < have ? x[column] : std::numeric_limits<float>::quiet_NaN();
+    }
+  });
+}
+
+// A token of each row from what parts of the vocabulary tell of it, from the lowest tokens on: [parts, rows, told]. Of
+// these the first `most` in order are looked at, which are all that there are if `whole`. -1 where it takes more to know.
+void choose_told(Address tokens, Address values, std::size_t parts, std::size_t rows, std::size_t told, std::size_t most,
+                 bool whole, Address log_sums, Address temperature, Address top_k, Address top_p, Address min_p,
+                 Address keys, Address chosen) {
+  const Draws draws{temperature, top_k, top_p, min_p, keys};
+  parallel_for(rows, [&](std::size_t i) {
+    std::vector<std::size_t> heads(parts);
+    for (std::size_t part = 0; part < parts; ++part) heads[part] = (part * rows + i) * told;
+    std::vector<std::int32_t> own_tokens;
+    std::vector<float> logits;
+    while (logits.size() < most) {
+      std::size_t next = parts;
+      float largest = 0;
+      for (std::size_t part = 0; part < parts; ++part) {
+        if (heads[part] == (part * rows + i + 1) * told) continue;
+        const float value = at_address<float>(values)[heads[part]];
+        // Of equal ones those of the lower part come first; NaN is behind all that a part has.
+        if (!std::isnan(value) && (next == parts || value > largest)) next = part, largest = value;
+      }
+      if (next == parts) break;
+      own_tokens.push_back(at_address<std::int32_t>(tokens)[heads[next]++]);
+      logits.push_back(largest);
+    }
+    const Row row = draws.of(i, nullptr, 0, 0);
+    const std::int64_t kept = kept_count(row, at_address<double>(log_sums)[i], static_cast<std::int64_t>(logits.size()),
+                                         whole, [&](std::size_t at) { return logits[at]; });
+    at_address<std::int64_t>(chosen)[i] = kept > 0 ? winner_of(row, own_tokens.data(), logits.data(), kept) : -1;
   });
 }
 
@@ -292,6 +357,8 @@ void row_keys(Address seeds, Address choices, Address positions, std::uint64_t p
 void bind_sampling(nb::module_& m) {
   m.def("choose_tokens", &choose_tokens, nb::call_guard<nb::gil_scoped_release>());
   m.def("candidates", &candidates, nb::call_guard<nb::gil_scoped_release>());
+  m.def("tell_candidates", &tell_candidates, nb::call_guard<nb::gil_scoped_release>());
+  m.def("choose_told", &choose_told, nb::call_guard<nb::gil_scoped_release>());
   m.def("logprobs", &logprobs, nb::call_guard<nb::gil_scoped_release>());
   m.def("row_keys", &row_keys);
 }

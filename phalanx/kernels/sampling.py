@@ -1,11 +1,13 @@
-"""Passes over whole rows of logits: the largest, a draw, the first candidates in order, log-probabilities.
+"""Passes over whole rows of logits: the largest, a draw, the first candidates in order, log-probabilities. And a draw
+where several ranks have parts of the rows: what each tells of its own, and what all then decide.
 
 The twins are in `phalanx.sampling`, with what the results mean: `sampler` with `race` and `truncation`, `order`,
-`logprobs`, `random`. They serve where `serves` says no. A row's result depends on no other row.
+`logprobs`, `random`, `split_vocabulary`. They serve where `serves` says no. A row's result depends on no other row.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +47,7 @@ def choose(logits: torch.Tensor, draws: Draws | None, first: int = 0) -> tuple[N
     `first`."""
     rows, vocab = logits.shape
     tokens, bests = np.empty(rows, np.int64), np.empty(rows, np.float32)
-    how = (0, 0, 0, 0, 0)
-    if draws is not None:
-        how = (
-            _address(draws.temperature, np.float64, rows), _address(draws.top_k, np.int64, rows),
-            _address(draws.top_p, np.float64, rows), _address(draws.min_p, np.float64, rows),
-            _address(draws.keys, np.uint64, rows),
-        )  # fmt: skip
+    how = (0, 0, 0, 0, 0) if draws is None else _addresses(draws, rows)
     _library(logits).choose_tokens(logits.data_ptr(), rows, vocab, first, *how, tokens.ctypes.data, bests.ctypes.data)
     return tokens, bests
 
@@ -65,6 +61,45 @@ def first_candidates(logits: torch.Tensor, count: int) -> torch.Tensor:
     if count:
         _library(logits).candidates(logits.data_ptr(), rows, vocab, count, columns.data_ptr())
     return columns
+
+
+def tell_candidates(
+    logits: torch.Tensor, best: NDArray[np.float32], temperature: NDArray[np.float64], count: int, first: int
+) -> NDArray[np.int32]:
+    """What `choose_told` needs to know of these columns, the first of which is token `first`, as words: of each row,
+    whose largest logit is `best`, the log of the sum of exp((logit - best) / temperature), [R]; tokens [R, count] of
+    the first candidates; their logits. Behind those that there are, -1 and NaN."""
+    rows, vocab = logits.shape
+    if count < 1:
+        raise ValueError(f"{count} candidates are too few")
+    words = np.empty(rows * (1 + 2 * count), np.int32)
+    tokens, values = words[rows:], words[rows * (1 + count) :]
+    _library(logits).tell_candidates(
+        logits.data_ptr(), rows, vocab, first, _address(best, np.float32, rows),
+        _address(temperature, np.float64, rows), count, words.ctypes.data, tokens.ctypes.data, values.ctypes.data,
+    )  # fmt: skip
+    return words
+
+
+def choose_told(
+    tokens: NDArray[np.int32], logits: NDArray[np.float32], log_sum: NDArray[np.float64], draws: Draws, most: int, *,
+    whole: bool,
+) -> NDArray[np.int64] | None:  # fmt: skip
+    """Of each row a token that is drawn, [R], from the candidates of all parts of a vocabulary, [parts, R, count];
+    `log_sum` is of all of it. Each part's are in order, and those of the lower part have the lower tokens. The first
+    `most` are looked at, which are all there are if `whole`; -1 where it takes more to know. None without the native
+    library."""
+    library, (parts, rows, count) = native(), tokens.shape
+    if library is None:
+        return None
+    if most < 1 or count < 1:
+        raise ValueError(f"there are no candidates among {most} of {count}")
+    chosen = np.empty(rows, np.int64)
+    library.choose_told(
+        _address(tokens, np.int32, parts, rows, count), _address(logits, np.float32, parts, rows, count), parts, rows,
+        count, most, whole, _address(log_sum, np.float64, rows), *_addresses(draws, rows), chosen.ctypes.data,
+    )  # fmt: skip
+    return chosen
 
 
 @dataclass(slots=True)
@@ -116,7 +151,15 @@ def _library(logits: torch.Tensor) -> Any:
     return native()
 
 
-def _address(array: NDArray[Any], dtype: type[np.generic], rows: int) -> int:
-    if array.dtype != dtype or array.shape != (rows,) or not array.flags.c_contiguous:
-        raise ValueError(f"{rows} numbers of type {dtype.__name__} were to come, one after the other")
+def _addresses(draws: Draws, rows: int) -> tuple[int, ...]:
+    return (
+        _address(draws.temperature, np.float64, rows), _address(draws.top_k, np.int64, rows),
+        _address(draws.top_p, np.float64, rows), _address(draws.min_p, np.float64, rows),
+        _address(draws.keys, np.uint64, rows),
+    )  # fmt: skip
+
+
+def _address(array: NDArray[Any], dtype: type[np.generic], *shape: int) -> int:
+    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+        raise ValueError(f"{math.prod(shape)} numbers of type {dtype.__name__} were to come, one after the other")
     return torch.from_numpy(array).data_ptr()

@@ -192,6 +192,14 @@ def _keys(seed: NDArray[np.uint64], choice: NDArray[np.int64], position: NDArray
     return row_keys(seed, choice, position) if keys is None else keys
 
 
+def draws_of(table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]) -> kernels.Draws:
+    """How the given rows of the batch draw."""
+    limits = truncation(table, batch, rows)
+    return kernels.Draws(
+        table.temperature[batch.slots[rows]], limits.top_k, limits.top_p, limits.min_p, draw_keys(table, batch, rows)
+    )
+
+
 def race_all(
     logits: torch.Tensor, temperature: NDArray[np.float64], keys: NDArray[np.uint64], first: int
 ) -> NDArray[np.int64]:
@@ -207,6 +215,8 @@ def draw(
     logits: torch.Tensor, table: SamplingTable, batch: SamplingBatch, rows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
     """Token ids [R] for `logits` [R, V] of the given rows of the batch, each with a finite largest logit."""
+    if kernels.serves(logits):
+        return kernels.choose(logits, draws_of(table, batch, rows))[0]
     narrows = truncation(table, batch, rows).narrows(logits.shape[-1])
     tokens = np.full(len(rows), NO_TOKEN, np.int64)
     for part, choose_from in ((np.flatnonzero(~narrows), _draw_from_all), (np.flatnonzero(narrows), _draw_from_best)):

@@ -6,6 +6,8 @@ leaves tokens out it adds the log of its sum of exp and its best candidates; fro
 arithmetic of `phalanx.sampling.sampler`. Only rows of this last kind that need more candidates to know (a nucleus that
 is wider) are gathered whole, and counted. native/decoding.cpp tells and hears the same of rows of the first two kinds.
 
+What takes time is native where there is the library; ranks with it and without it tell each other the same.
+
 Guarantees: what a rank decides depends on gathered numbers and on the plan alone, so that all ranks decide alike, make
 the same exchanges and report the same failures. Tokens are those that one rank with all logits chooses, but for a
 nucleus that ends within float32's noise of a candidate (sums of exp are taken in parts here).
@@ -36,10 +38,11 @@ from phalanx.sampling.sampler import (
     constrain,
     draw,
     draw_keys,
+    draws_of,
     race_all,
     truncation,
 )
-from phalanx.sampling.truncation import kept_counts
+from phalanx.sampling.truncation import Truncation, kept_counts
 from phalanx.step import NO_TOKEN, TokenLogprobs
 
 Floats = NDArray[np.float32]
@@ -65,15 +68,16 @@ class SplitSampler:
         rows = len(logits)
         asked = np.flatnonzero(table.logprobs[batch.slots] >= 0)
         raw = logits[self._index(asked, logits)] if len(asked) else logits
-        raw_best = logits.amax(-1)
-        constrain(logits, table, batch, list(table.constraints(batch.slots, batch.outputs)))
-        # torch.max, unlike topk, promises the first of equal values; NaN comes out as the largest.
-        best, first = logits.max(-1)
+        limited, raw_best = list(table.constraints(batch.slots, batch.outputs)), None
+        if limited or len(batch.mask_rows):
+            raw_best = logits.amax(-1)
+            constrain(logits, table, batch, limited)
+        best, first = self._first_best(logits)
         greedy = table.temperature[batch.slots] < GREEDY_BELOW
         narrows = truncation(table, batch, np.arange(rows)).narrows(self.vocabulary.size)
         free, drawn = np.flatnonzero(~greedy & ~narrows), np.flatnonzero(~greedy & narrows)
         count = self._candidates(table.top_k[batch.slots[drawn]])
-        message = [_words(raw_best), _words(best), first.to(torch.int32) + self._first]
+        message = [_words(best if raw_best is None else raw_best), _words(best), first]
         raced = [
             self._race_message(logits, table, batch, free[at : at + self._step])
             for at in range(0, len(free), self._step)
@@ -150,14 +154,23 @@ class SplitSampler:
     def _largest(self, logits: torch.Tensor) -> Sampled:
         """`sample` where every row takes the largest of the model's own logits: the same exchange, and little else."""
         rows = len(logits)
-        tokens, best = kernels.choose(logits, None, self._first)
-        words = np.concatenate([best.view(np.int32), best.view(np.int32), tokens.astype(np.int32)])
-        heard = _Heard(self._exchange([torch.from_numpy(words)]))
+        best, first = self._first_best(logits)
+        heard = _Heard(self._exchange([_words(best), _words(best), first]))
         heard.floats(rows)  # of the logits before constraints, which are the same
         bests, firsts = heard.floats(rows), heard.ints(rows)
         usable = np.isfinite(bests.max(0))
         chosen = np.where(usable, firsts[bests.argmax(0), np.arange(rows)], np.int32(NO_TOKEN))
         return Sampled(chosen, {}, dict.fromkeys(np.flatnonzero(~usable).tolist(), NO_SCORES))
+
+    def _first_best(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The largest logit of each row, NaN where there is one, and the first token that has it; of no meaning where
+        that is not a finite number."""
+        if kernels.serves(logits):
+            tokens, largest = kernels.choose(logits, None, self._first)
+            return torch.from_numpy(largest), torch.from_numpy(tokens.astype(np.int32))
+        # torch.max, unlike topk, promises the first of equal values; NaN comes out as the largest.
+        best, columns = logits.max(-1)
+        return best, columns.to(torch.int32) + self._first
 
     # -- drawing
 
@@ -191,8 +204,11 @@ class SplitSampler:
         """The log of the sum, ids and logits of the best candidates of these rows."""
         at = self._index(rows, logits)
         few = logits if len(rows) == len(logits) else logits[at]
-        temperature = torch.from_numpy(single(table.temperature[batch.slots[rows]])).to(logits.device)
-        sums = _log_sums(few, best[at], temperature)
+        temperature = table.temperature[batch.slots[rows]]
+        if kernels.serves(few):
+            words = kernels.tell_candidates(few, best[at].numpy(), temperature, count, self._first)
+            return [torch.from_numpy(words)]
+        sums = _log_sums(few, best[at], torch.from_numpy(single(temperature)).to(logits.device))
         return [_words(sums), *self._best(few, count)]
 
     def _draw(
@@ -200,23 +216,35 @@ class SplitSampler:
         rows: NDArray[np.int64], count: int,
     ) -> NDArray[np.int32]:  # fmt: skip
         """Tokens of these rows from what all ranks said of them; `NO_TOKEN` where it does not suffice."""
-        sums = heard.floats(len(rows))
-        ids, values = self._merged(heard.ints(len(rows) * count), heard.floats(len(rows) * count), len(rows))
+        good, shape = np.flatnonzero(usable), (-1, len(rows), count)
+        bests, sums = bests[:, good], heard.floats(len(rows))[:, good]
+        ids = heard.ints(len(rows) * count).reshape(shape).take(good, 1)
+        values = heard.floats(len(rows) * count).reshape(shape).take(good, 1)
         tokens = np.full(len(rows), NO_TOKEN, np.int32)
-        good = np.flatnonzero(usable)
         if not len(good):
             return tokens
-        ids, values, bests, sums = ids[good], values[good], bests[:, good], sums[:, good]
-        best = bests.max(0)
-        temperature = table.temperature[batch.slots[rows[good]]]
-        scale = single(temperature)
-        scaled = ((values - best[:, None]) / scale[:, None]).astype(np.float64)
-        parts = (bests.astype(np.float64) - best) / scale + sums
+        draws = draws_of(table, batch, rows[good])
+        parts = (bests.astype(np.float64) - bests.max(0)) / single(draws.temperature) + sums
         log_sum = np.logaddexp.reduce(parts, axis=0)
-        kept = kept_counts(scaled, log_sum, truncation(table, batch, rows[good]), whole=count == self._most)
+        whole = count == self._most
+        chosen = kernels.choose_told(ids, values, log_sum, draws, self.vocabulary.size if whole else count, whole=whole)
+        if chosen is None:
+            chosen = self._choose_told(ids, values, log_sum, draws)
+        tokens[good] = np.where(chosen < 0, NO_TOKEN, chosen)
+        return tokens
+
+    def _choose_told(
+        self, ids: NDArray[np.int32], values: Floats, log_sum: NDArray[np.float64], draws: kernels.Draws
+    ) -> NDArray[np.int64]:
+        """As `kernels.choose_told`."""
+        ranks, rows, count = ids.shape
+        ids, values = self._merged(ids.reshape(ranks, -1), values.reshape(ranks, -1), rows)
+        scaled = ((values - values[:, :1]) / single(draws.temperature)[:, None]).astype(np.float64)
+        limits = Truncation(draws.top_k, draws.top_p, draws.min_p)
+        kept = kept_counts(scaled, log_sum, limits, whole=count == self._most)
         known = np.flatnonzero(kept > 0)
-        keys = draw_keys(table, batch, rows[good[known]])
-        tokens[good[known]] = winners(values[known], ids[known], kept[known], temperature[known], keys)
+        tokens = np.full(rows, -1, np.int64)
+        tokens[known] = winners(values[known], ids[known], kept[known], draws.temperature[known], draws.keys[known])
         return tokens
 
     def _draw_from_all(

@@ -5,7 +5,8 @@ Ranks are threads in lock step; what they exchange is counted. `tests.helpers.sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,6 +18,9 @@ import torch
 from phalanx.distributed.collectives import Groups
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.partition import Partition
+from phalanx.kernels import sampling as kernels
+from phalanx.kernels.library import native
+from phalanx.sampling import split_vocabulary
 from phalanx.sampling.parameters import SamplingTable
 from phalanx.sampling.sampler import NO_CANDIDATE, NO_SCORES, Sampled
 from phalanx.sampling.split_vocabulary import SplitSampler
@@ -55,11 +59,25 @@ class Outcome:
     calls: list[tuple[str, int]]
 
 
-def split_sample(rows: list[Row], vocabulary: Partition) -> list[Outcome]:
-    """What every rank says."""
+class _Here(threading.local):
+    plain = False
+    """Whether this rank has no native library."""
+
+
+HERE = _Here()
+
+
+@pytest.fixture(autouse=True)
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "native", lambda: None if HERE.plain else native())
+
+
+def split_sample(rows: list[Row], vocabulary: Partition, plain: Container[int] = ()) -> list[Outcome]:
+    """What every rank says; those in `plain` have no native library."""
     logits = torch.from_numpy(np.stack([row.logits for row in rows]).astype(np.float32))
 
     def body(group: LockstepGroup) -> Outcome:
+        HERE.plain = group.rank in plain
         counting = Counting(group)
         sampler = SplitSampler(counting, vocabulary)
         span = vocabulary.ranges[group.rank]
@@ -143,6 +161,54 @@ def test_draws_from_all_tokens_send_five_numbers_a_row() -> None:
         for cut in (Partition.even(5003, 3), Partition(5003, ((0, 1), (1, 5000), (5000, 5003)))):
             outcome = check(rows, cut)
             assert outcome.calls == [("all_gather", 33 * 5)] and outcome.gathered == 0
+
+
+def never(*args) -> None:
+    raise AssertionError("this was to be native")
+
+
+@pytest.mark.skipif(native() is None, reason="the native library was not built")
+def test_with_the_library_rows_are_sampled_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_log_sums", "first_candidates", "kept_counts", "winners"):
+        monkeypatch.setattr(split_vocabulary, name, never)
+    rng = np.random.default_rng(15)
+    rows = [Row(random_logits(rng, 701, 6.0), SamplingState(seed=i, top_p=0.8)) for i in range(9)]
+    assert check(rows, CUTS[1]).gathered == 0
+
+
+@pytest.mark.parametrize("candidates", [3, 128, 900])
+@pytest.mark.parametrize("cut", CUTS, ids=lambda p: str(p.lengths))
+@pytest.mark.filterwarnings("error")
+def test_ranks_with_the_library_and_without_it_say_the_same(
+    cut: Partition, candidates: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all kinds of rows, also of such as are no numbers, or equal."""
+    monkeypatch.setattr(split_vocabulary, "CANDIDATES", (candidates,))
+    rng, rows = np.random.default_rng(16), []
+    kinds = [
+        {"top_k": 1}, {"top_k": 7}, {"top_k": 9000, "top_p": 0.3713}, {"top_p": 0.8713}, {"top_p": 1e-9},
+        {"min_p": 0.07}, {"min_p": 1.0}, {"top_k": 50, "top_p": 0.9137, "min_p": 1e-6}, {},
+    ]  # fmt: skip
+    for i in range(8 * len(kinds)):
+        temperature = float(rng.choice([1e-4, 0.7, 1.3]))
+        logits = random_logits(rng, 701, float(rng.choice([0.0, 0.5, 6.0])))
+        state = SamplingState(**kinds[i % len(kinds)], temperature=temperature, seed=i)
+        if i % 5 == 1:
+            logits = logits.round() * rng.choice([1, -0.0], 701).astype(np.float32)
+        if i % 5 == 2:
+            logits[rng.random(701) < 0.95] = -np.inf
+        if i % 11 == 3:
+            logits[rng.integers(701)] = rng.choice([np.nan, np.inf])
+        if i % 11 == 4:
+            logits[:] = -np.inf
+        rows.append(Row(logits, state, allowed_by_grammar=rng.random(701) < 0.5 if i % 7 == 6 else None))
+    want = split_sample(rows, cut)
+    assert (want[0].gathered == 0) == (candidates == 900) and len(want[0].sampled.failures) > 10
+    for plain in ((0,), (1, 2), range(cut.ranks)):
+        for outcome, other in zip(split_sample(rows, cut, plain), want, strict=True):
+            assert outcome.sampled.tokens.tolist() == other.sampled.tokens.tolist()
+            assert outcome.sampled.failures == other.sampled.failures
+            assert (outcome.gathered, outcome.calls) == (other.gathered, other.calls)
 
 
 def test_small_top_k_sends_few_candidates() -> None:
