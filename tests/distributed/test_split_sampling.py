@@ -20,7 +20,7 @@ from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.partition import Partition
 from phalanx.kernels import sampling as kernels
 from phalanx.kernels.library import native
-from phalanx.sampling import split_vocabulary
+from phalanx.sampling import sampler, split_vocabulary
 from phalanx.sampling.parameters import SamplingTable
 from phalanx.sampling.sampler import NO_CANDIDATE, NO_SCORES, Sampled
 from phalanx.sampling.split_vocabulary import SplitSampler
@@ -79,12 +79,10 @@ def split_sample(rows: list[Row], vocabulary: Partition, plain: Container[int] =
     def body(group: LockstepGroup) -> Outcome:
         HERE.plain = group.rank in plain
         counting = Counting(group)
-        sampler = SplitSampler(counting, vocabulary)
+        split = SplitSampler(counting, vocabulary)
         span = vocabulary.ranges[group.rank]
         table, batch = batch_of(rows, span=span)
-        return Outcome(
-            sampler.sample(logits[:, slice(*span)].clone(), table, batch), sampler.gathered_rows, counting.calls
-        )
+        return Outcome(split.sample(logits[:, slice(*span)].clone(), table, batch), split.gathered_rows, counting.calls)
 
     return run_ranks(vocabulary.ranks, body)
 
@@ -169,11 +167,14 @@ def never(*args) -> None:
 
 @pytest.mark.skipif(native() is None, reason="the native library was not built")
 def test_with_the_library_rows_are_sampled_natively(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those whose logits are gathered."""
     for name in ("_log_sums", "first_candidates", "kept_counts", "winners"):
         monkeypatch.setattr(split_vocabulary, name, never)
+    for name in ("first_candidates", "kept_counts", "winners"):
+        monkeypatch.setattr(sampler, name, never)
     rng = np.random.default_rng(15)
-    rows = [Row(random_logits(rng, 701, 6.0), SamplingState(seed=i, top_p=0.8)) for i in range(9)]
-    assert check(rows, CUTS[1]).gathered == 0
+    rows = [Row(random_logits(rng, 701, 6.0 * (i % 2)), SamplingState(seed=i, top_p=0.8)) for i in range(9)]
+    assert check(rows, CUTS[1]).gathered == 5
 
 
 @pytest.mark.parametrize("candidates", [3, 128, 900])
