@@ -9,15 +9,14 @@ up anybody else. Does not know requests.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import platform
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig
+from phalanx.distributed.callers import Callers
 from phalanx.distributed.transports.abort import GroupBroken
 from phalanx.distributed.transports.secure_stream import Unauthenticated
 from phalanx.engine.core_messages import MAX_FRAME, BrokenFrame
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CALLERS = 32
-"""Callers that may be proving themselves at the same time."""
 _PAUSE_S = 0.1
 """When the system has no descriptor for a caller."""
 
@@ -71,8 +68,7 @@ class RemoteServers:
         self._encrypt = parallel.encrypt_transport
         self._name, self._versions = platform.node(), text_versions()
         self._located: asyncio.Future[tuple[str, Survey]] = asyncio.get_running_loop().create_future()
-        self._callers: dict[socket.socket, str] = {}
-        """Those that are proving themselves, the oldest first, with their addresses."""
+        self._callers = Callers()
         self.refused = 0
         """Callers turned away."""
         if not parallel.transport_key:
@@ -102,34 +98,17 @@ class RemoteServers:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             address = str(peer[0])
-            if not self._has_room(address):
-                sock.close()
-                continue
-            self._callers[sock] = address
+            self._callers.enter(sock, address)
             task = asyncio.create_task(self._hear(sock, address))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-
-    def _has_room(self, address: str) -> bool:
-        """For one more caller. When all places are taken, one of those goes whose address has most of them: who calls
-        and says nothing keeps nobody else out."""
-        if len(self._callers) < _CALLERS:
-            return True
-        ((most, _),) = Counter(self._callers.values()).most_common(1)
-        if most == address:
-            return False
-        oldest = next(sock for sock, taken in self._callers.items() if taken == most)
-        del self._callers[oldest]
-        with contextlib.suppress(OSError):
-            oldest.shutdown(socket.SHUT_RDWR)
-        return True
 
     async def _hear(self, sock: socket.socket, peer: str) -> None:
         """A caller's whole life."""
         try:
             admitted = await self._admitted(sock, peer)
         finally:
-            self._callers.pop(sock, None)
+            self._callers.leave(sock)
         if admitted is None:
             return
         stream, join = admitted

@@ -4,9 +4,9 @@
 
 Every node's own supervisor starts its ranks; node 0's launcher tells it which. From then on each side sends a beat
 every half a second, so that a lost node is noticed: at once when its processes die, after about three seconds when its
-network falls silent, after ten when it hangs. Callers without the key, of a wrong number or too many are turned away
-and counted. Listens on the one address that `phalanx.executor.interfaces` chooses. A node that was lost may join
-again: it is looked at like a new one, and its seats are free to use then.
+network falls silent, after ten when it hangs. Callers without the key or of a wrong number are turned away and
+counted, and keep nobody out. Listens on the one address that `phalanx.executor.interfaces` chooses. A node that was
+lost may join again: it is looked at like a new one, and its seats are free to use then.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import platform
 import secrets
-import select
 import socket
 import threading
 import time
@@ -31,6 +29,7 @@ from phalanx.distributed.transports.secure_stream import SecureStream, Unauthent
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.dealing import crossing, deal
+from phalanx.executor.doorkeeper import Doorkeeper
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.interfaces import notice_silence, open_door, shown
 from phalanx.executor.keys import derive, root_secret
@@ -71,8 +70,6 @@ log = logging.getLogger(__name__)
 JOIN_LIMIT_S = 600.0
 REPORT_S = 10.0
 _KNOCK_S = 5.0
-_CALLERS = 32
-"""Callers that may be proving themselves at the same time."""
 _PROBE_S = 15.0
 _VERDICT_S = 3.5
 """A node that has missed a beat is heard of again, or known to be lost, within this time."""
@@ -90,11 +87,8 @@ class NodesLauncher:
         `patience` seconds it goes on with the nodes that are there, and the seats of the others are not available;
         None waits for all. Raises ConfigError for an address or a port that cannot be used."""
         parallel = config.parallel
-        self._door = door or open_door(parallel, replica)
-        self._door.setblocking(False)
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC)
-        """Rung when this is closed."""
-        self._host = str(self._door.getsockname()[0])
+        door = door or open_door(parallel, replica)
+        self._host = str(door.getsockname()[0])
         self.refused = 0
         """Callers turned away."""
         self._config, self._layout, self._limit, self._report = config, layout, limit, report
@@ -112,7 +106,6 @@ class NodesLauncher:
         self._never = Abort()
         self._changed = threading.Condition()
         self._nodes: dict[int, Node] = {}
-        self._callers = threading.BoundedSemaphore(_CALLERS)
         self._complete = False
         """All nodes have joined, or are not waited for any more."""
         self._counts: tuple[int, ...] = ()
@@ -134,7 +127,7 @@ class NodesLauncher:
                 "Set PHALANX_TRANSPORT_KEY to the same secret on every node.",
                 self._at,
             )
-        threading.Thread(target=self._accept, name="nodes", daemon=True).start()
+        self._doorkeeper = Doorkeeper(door, self._hear, "node")
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     @property
@@ -248,7 +241,7 @@ class NodesLauncher:
         if self._closed:
             return
         self._closed = True
-        os.eventfd_write(self._bell, 1)
+        self._doorkeeper.close()
         with self._changed:
             nodes = list(self._nodes.values())
         for node in nodes:
@@ -400,42 +393,18 @@ class NodesLauncher:
 
     # -- listening
 
-    def _accept(self) -> None:
-        poll = select.poll()
-        poll.register(self._door, select.POLLIN)
-        poll.register(self._bell, select.POLLIN)
-        while True:
-            poll.poll()
-            if self._closed:
-                self._door.close()
-                os.close(self._bell)
-                return
-            try:
-                sock, peer = self._door.accept()
-            except OSError:  # the caller is gone again
-                continue
-            if not self._callers.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._hear, args=(sock, str(peer[0])), name="node", daemon=True).start()
-
     def _hear(self, sock: socket.socket, peer: str) -> None:
         """A caller's whole life: prove the key, join, and be listened to until it is gone."""
         node = None
         notice_silence(sock, SILENCE_MS)
         stream = SecureStream(sock, self._never, f"the caller from {peer}")
         try:
-            try:
-                node = self._welcome(stream, peer)
-            finally:
-                self._callers.release()
+            node = self._welcome(stream, peer)
             while node is not None:
                 self._heard(node, decode_from_node(stream.receive(LIMIT)[1]))
         except (GroupBroken, msgspec.DecodeError) as error:
             if node is not None:
                 self._lose(node, why_silent(node, error))
-        finally:
-            stream.close()
 
     def _welcome(self, stream: SecureStream, peer: str) -> Node | None:
         """None when the caller was turned away."""
@@ -445,6 +414,8 @@ class NodesLauncher:
         except (GroupBroken, msgspec.DecodeError) as error:
             why = "it does not have the transport key" if isinstance(error, Unauthenticated) else str(error)
             self._refuse(f"a caller from {peer}: {why}")
+            return None
+        if not self._doorkeeper.callers.leave(stream.sock):  # it has just had to make room: let it call again
             return None
         if not isinstance(hello, NodeHello):
             self._refuse(f"a caller from {peer}: it does not say which node it is")

@@ -15,11 +15,14 @@ from collections.abc import Mapping, Sequence
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.secure_stream import SecureStream, Unauthenticated
 from phalanx.errors import ConfigError
+from phalanx.executor.doorkeeper import Doorkeeper
 from phalanx.executor.interfaces import listen, shown
 from phalanx.executor.keys import derive
 from phalanx.executor.node_messages import Target, Unreachable
 
 CONNECT_S = 5.0
+_CALLERS = 256
+"""More than there are other nodes, which all call at the same time and only once."""
 
 
 class ProbeDoor:
@@ -27,35 +30,28 @@ class ProbeDoor:
 
     def __init__(self, node: int, host: str, session_key: bytes | None = None):
         """Raises ConfigError when `host` is not an address of this node."""
-        self._node, self._key, self._never = node, session_key, Abort()
+        self._node, self._never = node, Abort()
         self._listener = listen(host, 0, "PHALANX_HOST_IP")
         self.port = int(self._listener.getsockname()[1])
+        self._doorkeeper: Doorkeeper | None = None
         if session_key is not None:
             self.open(session_key)
 
     def open(self, session_key: bytes) -> None:
-        self._key = session_key
-        threading.Thread(target=self._answer, name="probe door", daemon=True).start()
+        key = derive(session_key, "probe", str(self._node))
 
-    def _answer(self) -> None:
-        key = derive(self._key or b"", "probe", str(self._node))
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._greet, args=(sock, key), name="probe", daemon=True).start()
+        def greet(sock: socket.socket, _address: str) -> None:
+            stream = SecureStream(sock, self._never, "a caller")
+            with contextlib.suppress(GroupBroken):
+                stream.handshake(key, client=False, encrypt=False, timeout=CONNECT_S)
 
-    def _greet(self, sock: socket.socket, key: bytes) -> None:
-        stream = SecureStream(sock, self._never, "a caller")
-        with contextlib.suppress(GroupBroken):
-            stream.handshake(key, client=False, encrypt=False, timeout=CONNECT_S)
-        stream.close()
+        self._doorkeeper = Doorkeeper(self._listener, greet, "probe", _CALLERS)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        self._listener.close()
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        else:
+            self._listener.close()
 
 
 def probe_all(node: int, targets: Sequence[Target], session_key: bytes) -> list[Unreachable]:

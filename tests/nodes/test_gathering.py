@@ -28,7 +28,7 @@ from phalanx.engine.resolution import for_engine, resolved
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.executor.keys import derive, root_secret
 from phalanx.executor.launcher import Layout
-from phalanx.executor.node_messages import FRAME, LIMIT, NodeHello, Refused, decode_to_node, encode
+from phalanx.executor.node_messages import FRAME, LIMIT, NodeHello, Refused, Welcome, decode_to_node, encode
 from phalanx.executor.nodes import NodesLauncher
 from phalanx.executor.survey import versions
 from tests.helpers.hosts import Host, ip
@@ -162,6 +162,22 @@ def test_callers_that_do_not_belong(two_hosts: list[Host], gather: Begin, caplog
     assert "There is a node 1 already: host1, 10.77.0.11." in twin.output
     assert wait_until(lambda: gathering.launcher.refused == 4, 30)
     assert good.process.poll() is None
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_mute_callers_keep_no_node_out(
+    where: int, two_hosts: list[Host], gather: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those of another host nor those of the node's own."""
+    monkeypatch.setattr("phalanx.executor.nodes._KNOCK_S", 60.0)
+    gathering, _ = gather(two_hosts)
+    with contextlib.ExitStack() as stack, two_hosts[where].network():
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("10.77.0.10", 29500)))
+        assert wait_until(lambda: len(gathering.launcher._doorkeeper.callers) == 32, 30)
+        with joined(two_hosts[1]) as stream:
+            assert isinstance(decode_to_node(stream.receive(LIMIT, 5)[1]), Welcome)
+            assert len(gathering.launcher._doorkeeper.callers) == 31, "who has the key takes no place, the mute stay"
 
 
 def test_a_node_without_the_model(two_hosts: list[Host], gather: Begin, tiny: Path) -> None:
