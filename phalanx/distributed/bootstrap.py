@@ -25,6 +25,7 @@ from typing import cast
 import msgspec
 
 from phalanx.distributed.address import Address, node_id
+from phalanx.distributed.callers import who_goes
 from phalanx.distributed.collectives import Group, Groups, OpenGroup, SingleGroup
 from phalanx.distributed.mesh import AXES, Axis, Mesh
 from phalanx.distributed.transport import Link, Transport
@@ -39,7 +40,7 @@ _KNOCK_S = 2.0
 """A caller must prove the key within this time."""
 
 _CALLERS = 64
-"""Callers heard at the same time; the oldest makes room for the next."""
+"""Callers heard at the same time."""
 
 _CONNECT_S = 5.0
 """A peer that does not answer at all within this time cannot be reached."""
@@ -243,6 +244,8 @@ def _pause(abort: Abort) -> None:
 class _Caller:
     stream: SecureStream
     steps: Steps[_Hello]
+    address: str
+    """Of its machine; empty for this one."""
     until: float
     event: int = select.POLLIN
 
@@ -291,14 +294,16 @@ class _Reception:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            sock = listener.accept()[0]
+            sock, peer = listener.accept()
         except OSError:  # the caller is gone again, or there is no descriptor left for it
+            _pause(self.abort)
             return
         if len(self.callers) >= _CALLERS:
-            self._refuse(next(iter(self.callers)))
+            self._refuse(who_goes({fd: caller.address for fd, caller in self.callers.items()}))
         stream = SecureStream(sock, self.abort, "a caller")
         local = sock.family == socket.AF_UNIX
-        self.callers[sock.fileno()] = _Caller(stream, self._welcome(stream, local), time.monotonic() + _KNOCK_S)
+        address, until = "" if local else str(peer[0]), time.monotonic() + _KNOCK_S
+        self.callers[sock.fileno()] = _Caller(stream, self._welcome(stream, local), address, until)
         self._hear(sock.fileno())
 
     def _welcome(self, stream: SecureStream, local: bool) -> Steps[_Hello]:

@@ -25,6 +25,7 @@ import msgspec
 
 from phalanx.checkpoint.fingerprint import changed
 from phalanx.distributed.address import Address, node_id
+from phalanx.distributed.callers import who_goes
 from phalanx.distributed.transports.abort import Abort, GroupBroken, Unreachable
 from phalanx.distributed.transports.secure_stream import SecureStream, Steps
 from phalanx.errors import CheckpointError, ConfigError
@@ -49,7 +50,7 @@ _KNOCK_S = 5.0
 """Seconds in which a caller must prove the key and say who it is."""
 
 _CALLERS = 256
-"""Callers heard at the same time; the oldest makes room for the next."""
+"""Callers heard at the same time."""
 
 _SEND_S = 10.0
 _LOCK_S = 2.0
@@ -216,6 +217,8 @@ class _Talk:
 
     stream: SecureStream
     steps: Steps[Frame]
+    address: str
+    """Of its machine; empty for this one."""
     member: Member | None = None
     until: float = float("inf")
     """A caller's time to prove itself."""
@@ -236,6 +239,8 @@ class Watch:
         self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._talks: dict[int, _Talk] = {}
         """By descriptor, the oldest first."""
+        self._resting: list[socket.socket] = []
+        """Doors at which nobody could be accepted, until the next look."""
         self._running = True
         self._refused = 0
         name = f"phalanx-{secrets.token_hex(16)}"
@@ -321,9 +326,11 @@ class Watch:
     @property
     def _busy(self) -> bool:
         """Whether there is something to look at now and then: a caller's time, a network that may fall silent."""
-        return any(t.member is None or not t.member.here for t in self._talks.values())
+        return bool(self._resting) or any(t.member is None or not t.member.here for t in self._talks.values())
 
     def _check(self, now: float) -> None:
+        while self._resting:
+            self._selector.register(self._resting.pop(), selectors.EVENT_READ)
         for fd, talk in list(self._talks.items()):
             if talk.until < now:
                 self._drop(fd)
@@ -334,18 +341,22 @@ class Watch:
                     self._lose(fd, error)
 
     def _accept(self, door: object) -> None:
-        if not isinstance(door, socket.socket):
+        if not isinstance(door, socket.socket) or door not in self._doors:  # a caller that has just made room
             return
         try:
-            sock = door.accept()[0]
+            sock, peer = door.accept()
         except OSError:  # the caller is gone again, or there is no descriptor left for it
+            self._selector.unregister(door)
+            self._resting.append(door)
             return
-        callers = [fd for fd, talk in self._talks.items() if talk.member is None]
+        callers = {fd: talk.address for fd, talk in self._talks.items() if talk.member is None}
         if len(callers) >= _CALLERS:
-            self._drop(callers[0])
+            self._drop(who_goes(callers))
         stream = SecureStream(sock, self._never, "a caller")
         local = sock.family == socket.AF_UNIX
-        self._talks[sock.fileno()] = _Talk(stream, self._welcome(stream, local), until=time.monotonic() + _KNOCK_S)
+        self._talks[sock.fileno()] = _Talk(
+            stream, self._welcome(stream, local), "" if local else str(peer[0]), until=time.monotonic() + _KNOCK_S
+        )
         self._selector.register(sock, selectors.EVENT_READ)
         self._advance(sock.fileno())
 
