@@ -3,7 +3,7 @@
     launch ── wait until all have joined ── compare models and versions ── try every pair of nodes ── start ranks
 
 Every node's own supervisor starts its ranks; node 0's launcher tells it which. From then on each side sends a beat
-every half a second, so that a lost node is noticed: at once when its processes die, after about three seconds when its
+every half a second, so that a lost node is noticed: at once when its processes die, within three seconds when its
 network falls silent, after ten when it hangs. Callers without the key or of a wrong number are turned away and
 counted, and keep nobody out. Listens on the one address that `phalanx.executor.interfaces` chooses. A node that was
 lost may join again: it is looked at like a new one, and its seats are free to use then.

@@ -1,5 +1,5 @@
-"""A network that falls silent between an executor and a rank, or between ranks: both sides notice within three seconds,
-whether or not anything is under way, and a short interruption is no loss."""
+"""A network that falls silent between an executor and a rank, between nodes, or between ranks: both sides notice within
+three seconds, whether or not anything is under way, and a short interruption is no loss."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from phalanx.distributed.address import Address
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.executor.death import kind_of
+from phalanx.executor.interfaces import notice_silence
 from phalanx.executor.members import Member, Watch
 from phalanx.executor.messages import MESSAGE, AbortEpoch, Join, encode
+from phalanx.executor.node_messages import BEAT_S, SILENCE_MS
 from tests.helpers.hosts import Host, ip
 
 KEY = b"k" * 32
@@ -116,3 +118,37 @@ def test_a_short_interruption(pair, two_hosts):
         two_hosts[1].heal()
         time.sleep(1)
     assert not hub.gone.wait(2) and rank.end(0.1) is None
+
+
+def test_nodes_notice_wherever_between_two_beats(two_hosts):
+    here, there = two_hosts
+    with here.network():
+        door = socket.create_server((here.address, 0))
+    ends: SimpleQueue[float] = SimpleQueue()
+
+    def beat(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                sock.send(b"beat")
+                time.sleep(BEAT_S)
+
+    def listen(sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while sock.recv(100):
+                pass
+        ends.put(time.monotonic())
+
+    pairs = 8
+    for _ in range(pairs):
+        with there.network():
+            caller = socket.create_connection(door.getsockname())
+        for sock in (door.accept()[0], caller):
+            notice_silence(sock, SILENCE_MS)
+            for work in (beat, listen):
+                threading.Thread(target=work, args=(sock,), daemon=True).start()
+        time.sleep(BEAT_S / pairs)
+    time.sleep(2 * BEAT_S)
+    there.cut()
+    begun = time.monotonic()
+    noticed = [ends.get(timeout=5) - begun for _ in range(2 * pairs)]
+    assert 1.5 < min(noticed) and max(noticed) < WITHIN, noticed
