@@ -12,7 +12,7 @@ from collections.abc import Callable
 from phalanx.distributed.callers import MOST, Callers
 
 _PAUSE_S = 0.1
-"""When the system has no descriptor for a caller."""
+"""When the system has no descriptor or no thread for a caller."""
 
 
 class Doorkeeper:
@@ -54,11 +54,18 @@ class Doorkeeper:
                 continue
             address = str(peer[0])
             self.callers.enter(sock, address)
-            threading.Thread(target=self._attend, args=(sock, address), name=self._name, daemon=True).start()
+            try:
+                threading.Thread(target=self._attend, args=(sock, address), name=self._name, daemon=True).start()
+            except RuntimeError:  # there are no threads
+                self._let_go(sock)
+                time.sleep(_PAUSE_S)
 
     def _attend(self, sock: socket.socket, address: str) -> None:
         try:
             self._hear(sock, address)
         finally:
-            self.callers.leave(sock)
-            sock.close()
+            self._let_go(sock)
+
+    def _let_go(self, sock: socket.socket) -> None:
+        self.callers.leave(sock)
+        sock.close()

@@ -54,6 +54,23 @@ def test_a_door_without_descriptors_waits_for_some(without_descriptors):
     assert min(pauses(without_descriptors)) >= 0.1, "it does not spin"
 
 
+def test_a_door_without_threads_turns_callers_away_and_stays_open(monkeypatch):
+    heard = threading.Event()
+    keeper = Doorkeeper(socket.create_server(("127.0.0.1", 0)), lambda sock, address: heard.set(), "caller")
+
+    def exhausted(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as scarce, socket.create_connection(keeper._door.getsockname()) as early:
+        scarce.setattr(threading.Thread, "start", exhausted)
+        early.settimeout(5)
+        assert early.recv(1) == b""
+    assert not keeper.callers
+    with socket.create_connection(keeper._door.getsockname()):
+        assert heard.wait(5)
+    keeper.close()
+
+
 def test_a_probe_is_answered_once_there_are_descriptors(without_descriptors):
     door = ProbeDoor(1, "127.0.0.1", KEY)
     assert probe_all(0, [Target(1, "127.0.0.1", door.port)], KEY) == []
