@@ -23,7 +23,7 @@ PATIENCE_S = 10.0
 """A node that has said nothing for so long, though its kernel still answers, is hung."""
 
 SILENCE_MS = 2000
-"""A node whose kernel has acknowledged nothing for so long is gone. With the beat before and a try again, 3 s at most."""
+"""A node whose kernel has acknowledged nothing for so long is gone; with a beat before and a try after it, 3 s."""
 
 
 class FileFact(msgspec.Struct, frozen=True):

@@ -151,4 +151,4 @@ def test_nodes_notice_wherever_between_two_beats(two_hosts):
     there.cut()
     begun = time.monotonic()
     noticed = [ends.get(timeout=5) - begun for _ in range(2 * pairs)]
-    assert 1.5 < min(noticed) and max(noticed) < WITHIN, noticed
+    assert min(noticed) > 1.5 and max(noticed) < WITHIN, noticed
