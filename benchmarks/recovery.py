@@ -1,6 +1,7 @@
 """What a killed rank costs those who wait for tokens, and what being able to replace it costs everybody else.
 
     python benchmarks/recovery.py --rounds 30 --json result.json
+    python benchmarks/recovery.py --rounds 30 --ranks 1     # the engine process is killed, which has the only rank
 
 Rounds: the demo model in float32 over two `mp` ranks, four streams of at most 256 tokens; somewhere in the middle one
 rank is killed with SIGKILL. `moved` is from the kill until *all four* streams have moved again (seen by the clients),
@@ -33,7 +34,7 @@ from tests.helpers.serving import Client, Serving
 
 STREAMS = 4
 PROMPTS = ("The sea is", "Once upon a time", "The capital of France", "A computer is")
-OPTIONS = ("--dtype", "float32", "-tp", "2", "--kv-cache-memory-bytes", "256M")
+OPTIONS = ("--dtype", "float32", "--kv-cache-memory-bytes", "256M")
 FIRST_S = 120.0
 
 
@@ -82,14 +83,14 @@ def kill_one(serving: Serving, rank: int, tokens: int, after: int, wanted: list[
     }
 
 
-def kills(rounds: int, tokens: int) -> list[dict[str, float]]:
+def kills(rounds: int, tokens: int, ranks: int) -> list[dict[str, float]]:
     rng, found = random.Random(7), []
     with tempfile.TemporaryDirectory() as folder:
-        serving = serve(Path(folder))
+        serving = serve(Path(folder), "-tp", str(ranks))
         try:
             wanted = texts(ask(serving, tokens))
             for number in range(rounds):
-                found.append(kill_one(serving, number % 2, tokens, rng.randint(10, tokens // 2), wanted))
+                found.append(kill_one(serving, number % ranks, tokens, rng.randint(10, tokens // 2), wanted))
                 print(f"round {number + 1}: {found[-1]['moved']:.2f} s", file=sys.stderr, flush=True)
             if serving.stop() != 0:
                 raise SystemExit("the server did not end well")
@@ -128,11 +129,12 @@ def _seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def overhead(rounds: int, tokens: int) -> dict[str, Any]:
+def overhead(rounds: int, tokens: int, ranks: int) -> dict[str, Any]:
     instructions = counts_instructions()
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        on, off = serve(Path(folder)), serve(Path(folder), "--no-enable-recovery")
+        on = serve(Path(folder), "-tp", str(ranks))
+        off = serve(Path(folder), "-tp", str(ranks), "--no-enable-recovery")
         try:
             for serving in (on, off):
                 work(serving, tokens, instructions)
@@ -157,14 +159,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--overhead-rounds", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--json", help="where to write the result")
     wanted = parser.parse_args()
-    result: dict[str, Any] = {**setting(), "streams": STREAMS, "tokens": wanted.tokens}
+    result: dict[str, Any] = {**setting(), "streams": STREAMS, "tokens": wanted.tokens, "ranks": wanted.ranks}
     if wanted.rounds:
-        found = kills(wanted.rounds, wanted.tokens)
+        found = kills(wanted.rounds, wanted.tokens, wanted.ranks)
         result["kill"] = {name: spread([one[name] for one in found]) for name in found[0]}
     if wanted.overhead_rounds:
-        result["overhead"] = overhead(wanted.overhead_rounds, wanted.tokens)
+        result["overhead"] = overhead(wanted.overhead_rounds, wanted.tokens, wanted.ranks)
         print(f"{result['overhead']['counted']}, on/off: {shown(result['overhead']['ratio'], 3)}", file=sys.stderr)
     for name, values in result.get("kill", {}).items():
         print(f"{name:12} p50 {values['p50']:.2f}, p99 {values['p99']:.2f}, most {values['max']:.2f}", file=sys.stderr)

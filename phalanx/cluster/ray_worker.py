@@ -289,6 +289,7 @@ async def _open(config: EngineConfig) -> tuple[AsyncEngine, Resuming]:
     router = Router(
         replicas.first,
         make=replicas.makers,
+        ended=replicas.ended,
         recovery=config.recovery,
         places=scheduler.max_num_queued_reqs + scheduler.max_num_seqs,
         at_once=scheduler.max_num_seqs,

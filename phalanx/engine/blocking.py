@@ -42,6 +42,7 @@ class BlockingRouter:
             self._router = Router(
                 replicas.first,
                 make=replicas.makers,
+                ended=replicas.ended,
                 recovery=recovery,
                 places=self._places,
                 at_once=scheduler.max_num_seqs,

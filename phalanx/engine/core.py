@@ -52,6 +52,7 @@ from phalanx.engine.resolution import sharer, splitter
 from phalanx.errors import EngineDead, PhalanxError
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied
 from phalanx.executor.choose import make_executor
+from phalanx.executor.kept_image import Line
 from phalanx.logging import configure
 
 if TYPE_CHECKING:
@@ -79,11 +80,14 @@ def open_engine(
     life: int = 1,
     door: socket.socket | None = None,
     replica: int = 0,
+    line: Line | None = None,
+    weights: str = "",
 ) -> tuple[Engine, EngineInfo]:
     """Load the model, in this process or in ranks of its own. `config` is resolved, `name` is what the model is called;
     a `supervisor` that is given is used for the ranks, and ended with them; `life` counts the processes in this one's
-    place; other nodes call at `door`, if it is open already; `replica` is which of several this is. Raises UserError,
-    WorkerDied."""
+    place; other nodes call at `door`, if it is open already; `replica` is which of several this is. By `line` a rank in
+    this process leaves its weights to the next one; they are those that `weights` is the fingerprint of, where that is
+    known. Raises UserError, WorkerDied."""
     begin = time.monotonic()
     executor = make_executor(
         config,
@@ -93,6 +97,8 @@ def open_engine(
         door=door,
         replica=replica,
         life=life,
+        keeper=line,
+        weights=weights,
     )
     try:
         layout = executor.start(config, progress)
@@ -286,8 +292,9 @@ class Core:
 
 
 def _load(
-    channel: FrameSocket, start: Start, supervisor: SupervisorProcess | None, life: int, door: socket.socket | None
-) -> Engine | None:
+    channel: FrameSocket, start: Start, supervisor: SupervisorProcess | None, life: int, door: socket.socket | None,
+    line: Line | None,
+) -> Engine | None:  # fmt: skip
     """Open the engine and tell the front end. None when it could not be opened; the front end knows why."""
     last = ("", 0.0)
 
@@ -309,6 +316,8 @@ def _load(
                 life=life,
                 door=door,
                 replica=start.replica,
+                line=line if start.config.recovery.enable_recovery else None,  # else nobody comes after this process
+                weights=start.weights,
             )
     except PhalanxError as error:
         log.debug("loading failed", exc_info=True)
@@ -349,6 +358,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--life", type=int, default=1, help="how many processes have been in this one's place")
     parser.add_argument("--cores", default="", help="processor cores to run on, separated by commas")
     parser.add_argument("--door", type=int, help="the inherited socket at which other nodes call")
+    parser.add_argument("--line", type=int, help="the inherited socket for the image of the weights")
+    parser.add_argument("--left", type=int, help="the image that the process before this one has left")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     end_with_parent(options.parent)
@@ -356,10 +367,15 @@ def main(argv: list[str] | None = None) -> int:
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     os.set_inheritable(options.fd, False)
     channel = FrameSocket(socket.socket(fileno=options.fd))
-    door = None
+    door = line = None
     if options.door is not None:
         os.set_inheritable(options.door, False)
         door = socket.socket(fileno=options.door)
+    if options.left is not None:
+        os.set_inheritable(options.left, False)
+    if options.line is not None:
+        os.set_inheritable(options.line, False)
+        line = Line("", options.left, socket.socket(fileno=options.line))
     try:
         with Heartbeat(channel):
             supervisor = _prepare(ranks=options.ranks, elsewhere=door is not None)
@@ -367,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
         if start is None:
             return 0
         configure(start.config.server.log_level, start.config.server.log_format, tag="engine")
-        engine = _load(channel, start, supervisor, options.life, door)
+        engine = _load(channel, start, supervisor, options.life, door, line)
         if engine is None:
             return 1
         try:

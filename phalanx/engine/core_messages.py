@@ -51,6 +51,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     """The model's name, for `EngineInfo.model`."""
     replica: int = 0
     """Which of several."""
+    weights: str = ""
+    """The fingerprint of those that the processes before this one had."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit"):

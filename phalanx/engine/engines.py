@@ -72,6 +72,7 @@ class Engines:
         self._router = Router(
             replicas.first,
             make=replicas.makers,
+            ended=replicas.ended,
             recovery=self.config.recovery,
             places=scheduler.max_num_queued_reqs + scheduler.max_num_seqs,
             at_once=scheduler.max_num_seqs,

@@ -66,7 +66,7 @@ class Lives:
     """`make` gives another client of the same engine, not started; without it, or with recovery switched off, the
     first life is the only one. `lost` is told of each loss and says what is unfinished; `at_work` says how many
     requests are there now; `changed` is called when some may be sent again, or never more; `renewed` with the facts of
-    each new process; `replica` is which one this is, of several."""
+    each new process; `ended` when there will be none any more; `replica` is which one this is, of several."""
 
     def __init__(
         self,
@@ -78,6 +78,7 @@ class Lives:
         at_work: Callable[[], int],
         changed: Callable[[], None],
         renewed: Callable[[EngineInfo], None] = lambda info: None,
+        ended: Callable[[], None] = lambda: None,
         replica: int | None = None,
     ):
         self.client = client
@@ -86,6 +87,7 @@ class Lives:
         self._make = make if config.enable_recovery else None
         self._config = config
         self._tell_lost, self._at_work, self._changed, self._renewed = lost, at_work, changed, renewed
+        self._ended = ended
         self._replica = replica
         self._account = Recoveries(config)
         self._down = False
@@ -152,6 +154,7 @@ class Lives:
                 log.exception("the engine could not be started again")
                 self.gone = EngineLost(f"{loss.message} {error}", f"{loss.cause}; then {type(error).__name__}")
             self._changed()
+        self._ended()
 
     async def _replace(self, loss: EngineLost) -> None:
         """Another life for the one that is lost, or none any more."""
@@ -287,6 +290,7 @@ class Lives:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.client.close()
+        self._ended()
 
 
 def added(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -46,6 +46,7 @@ from phalanx.engine.patience import LOOK_S, Patience
 from phalanx.errors import Draining, EngineDead
 from phalanx.executor.base import LoadProgress
 from phalanx.executor.death import MemoryKills, describe
+from phalanx.executor.kept_image import KeptImage, socket_pair
 
 log = logging.getLogger(__name__)
 
@@ -71,14 +72,18 @@ class Replica:
         door: socket.socket | None = None,
         cores: Sequence[int] = (),
         threads: int = 0,
+        kept: KeptImage | None = None,
     ):
         """`life` counts the processes in this one's place, `number` is which of several it is. `door` is where other
         nodes call: it stays open here when the process is lost. It runs on `cores` with `threads` threads; none, 0: as
-        the system will."""
+        the system will. `kept` has the weights that the one before it has left, and gets what this one leaves."""
         self._progress = progress
         self._cores, self._threads = tuple(cores), threads
         self._door = door
         self._life, self._number = life, number
+        self._kept = kept
+        self._line: socket.socket | None = None
+        """By which the process leaves the image of its weights."""
         self._start: Start | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -114,7 +119,15 @@ class Replica:
         if self._door is not None:
             command += ["--door", str(self._door.fileno())]
             inherited.append(self._door.fileno())
-        with theirs:
+        with contextlib.ExitStack() as given:
+            given.enter_context(theirs)
+            if self._kept is not None:
+                self._line, line = socket_pair()
+                inherited.append(given.enter_context(line).fileno())
+                command += ["--line", str(line.fileno())]
+                if self._kept.fd is not None:
+                    inherited.append(self._kept.fd)
+                    command += ["--left", str(self._kept.fd)]
             # Standard output is the caller's; whatever libraries print goes to standard error. A process group of its
             # own: Ctrl-C on a terminal reaches this process alone, also while the new one is not yet able to ignore it.
             self._process = subprocess.Popen(
@@ -130,7 +143,7 @@ class Replica:
 
     def configure(self, config: EngineConfig, name: str) -> None:
         """What to load: `config` as `resolution.for_engine` made it, and what the model is called."""
-        self._start = Start(config, name, self._number)
+        self._start = Start(config, name, self._number, weights="" if self._kept is None else self._kept.weights)
 
     async def start(self) -> EngineInfo:
         """Returns when the model is loaded. Raises UserError, EngineDead; then nothing is left running."""
@@ -142,6 +155,8 @@ class Replica:
             self._socket = None
             await stream.send(self._start)
             started = await self._loaded(stream)
+            if self._kept is not None:
+                self._kept.weights = self._kept.weights or started.info.weights
         except BaseException:
             await self.close()
             raise
@@ -322,6 +337,9 @@ class Replica:
             if process.poll() is None:
                 process.kill()
         await asyncio.to_thread(_wait, process, None)
+        if self._kept is not None and self._line is not None:
+            self._kept.take(self._line)
+            self._line = None
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float | None) -> None:

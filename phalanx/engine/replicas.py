@@ -17,6 +17,7 @@ from functools import partial
 from phalanx.config import EngineConfig, ParallelConfig
 from phalanx.engine.replica import Replica
 from phalanx.executor.base import LoadProgress
+from phalanx.executor.kept_image import KeptImage
 
 
 class Replicas:
@@ -34,6 +35,7 @@ class Replicas:
         self._doors = doors or {}
         self._places = _places(config.data_parallel_size, here=config.replicas_share_machine)
         self._lives = [itertools.count(2) for _ in self._places]
+        self._images = [KeptImage() for _ in self._places]
         self._prepared: tuple[EngineConfig, str] | None = None
         shared = SharedProgress(progress, len(self._places)) if progress is not None else None
         self.first = [self._new(n, None if shared is None else partial(shared, n)) for n in range(len(self._places))]
@@ -42,7 +44,15 @@ class Replicas:
     def _new(self, number: int, progress: LoadProgress | None = None, life: int = 1) -> Replica:
         cores, threads = self._places[number]
         door = self._doors.get(number)
-        return Replica(progress=progress, life=life, number=number, door=door, cores=cores, threads=threads)
+        return Replica(
+            progress=progress,
+            life=life,
+            number=number,
+            door=door,
+            cores=cores,
+            threads=threads,
+            kept=self._images[number],
+        )
 
     def spawn(self) -> None:
         """Start the processes."""
@@ -59,6 +69,10 @@ class Replicas:
     def makers(self) -> list[Callable[[], Replica]]:
         """For each, what gives another one in its place, started but not loaded."""
         return [partial(self._another, number) for number in range(len(self._places))]
+
+    def ended(self, number: int) -> None:
+        """There will be no other in this one's place."""
+        self._images[number].let_go()
 
     def _another(self, number: int) -> Replica:
         replica = self._new(number, life=next(self._lives[number]))

@@ -78,7 +78,8 @@ class Router:
 
     `make` gives another client for one that is lost: one function for all, or one each. `places` is how many requests
     may wait here while no engine is there, `at_once` how many an engine runs at a time. `renewed` is called with the
-    facts of each process that takes the place of the first engine's. Without `relieve` requests stay where they are."""
+    facts of each process that takes the place of the first engine's, `ended` with the number of an engine that will
+    have no other process. Without `relieve` requests stay where they are."""
 
     def __init__(
         self,
@@ -89,6 +90,7 @@ class Router:
         places: int = 2048,
         at_once: int = 256,
         renewed: Callable[[EngineInfo], None] = lambda info: None,
+        ended: Callable[[int], None] = lambda number: None,
         routing: Routing | None = None,
         relieve: bool = True,
     ):
@@ -106,6 +108,7 @@ class Router:
                 at_work=partial(self._at_work, engine),
                 changed=partial(self._news, engine),
                 renewed=partial(self._renew, engine),
+                ended=partial(ended, engine.number),
                 replica=engine.number if len(clients) > 1 else None,
             )
             self._engines.append(engine)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from phalanx.executor.multiprocess import SupervisorProcess
     from phalanx.executor.seating import Choose, Share
+    from phalanx.loading.image import Keeper
 
 
 def make_executor(
@@ -24,13 +25,16 @@ def make_executor(
     door: socket.socket | None = None,
     replica: int = 0,
     life: int = 1,
+    keeper: Keeper | None = None,
+    weights: str = "",
 ) -> Executor:
     """Not started. A `supervisor` that was started early ends with the executor, or at once when it needs none.
     `choose` splits the model anew when places for ranks are lost; without it, lost places are waited for. `share`
     decides automatic shares that are still open, when ranks have places; without it they are equal. Other nodes call at
-    `door`, if it is open already, for `replica`; in a later `life` those that do not come back are done without. Raises
-    ConfigError for a layout that the model cannot be cut into, before any rank starts, and CheckpointError when the
-    model cannot be read."""
+    `door`, if it is open already, for `replica`; in a later `life` those that do not come back are done without. A
+    rank in this process leaves the image of its weights with `keeper`, and has those that `weights` is the fingerprint
+    of, where that is known. Raises ConfigError for a layout that the model cannot be cut into, before any rank starts,
+    and CheckpointError when the model cannot be read."""
     parallel = config.parallel
     if supervisor is not None and not parallel.forks_ranks(replica):
         supervisor.close()
@@ -39,7 +43,7 @@ def make_executor(
     if backend in (None, "inprocess"):
         from phalanx.executor.inprocess import InProcessExecutor
 
-        return InProcessExecutor()
+        return InProcessExecutor(keeper=keeper, weights=weights, life=life)
     from phalanx.executor.launcher import Layout
     from phalanx.executor.multiprocess import multiprocess_executor
 

@@ -1,7 +1,8 @@
 """One worker in this process: the reference that every other executor must equal.
 
 `submit` computes at once and returns a finished future. Nothing can be lost but by an exception in a step; that is
-reported as WorkerDied with the exception as its cause, and `restart` begins anew with the weights that are there.
+reported as WorkerDied with the exception as its cause, and `restart` begins anew with the weights that are there. When
+the process is lost, the next one finds them with a `Keeper`, if there is one.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ from concurrent.futures import Future
 from phalanx.config import EngineConfig
 from phalanx.distributed.pulse import Pulse
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied, WorkerStatus
+from phalanx.fault_point import reach
 from phalanx.step import StepPlan, StepResult
 
 if typing.TYPE_CHECKING:
+    from phalanx.loading.image import Keeper
     from phalanx.worker.worker import Worker
 
 
 class InProcessExecutor:
     max_in_flight = 1
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeper: Keeper | None = None, weights: str = "", life: int = 1):
+        """`keeper` and `weights` as in `open_worker`; `life` counts the processes in this one's place."""
+        self._keeper, self._weights, self._life = keeper, weights, life
         self._worker: Worker | None = None
         self._pulse = Pulse()
 
@@ -32,9 +37,17 @@ class InProcessExecutor:
 
         if self._worker is not None:
             raise RuntimeError("the executor has been started already")
-        worker = open_worker(config, pulse=self._pulse)
+
+        def loading(phase: str, share: float) -> None:
+            if phase == "weights" and 0.5 < share < 1.0:
+                reach("fill", rank=0, life=self._life)
+            if progress is not None:
+                progress(phase, share)
+
+        worker = open_worker(config, pulse=self._pulse, weights=self._weights, keeper=self._keeper)
         try:
-            worker.load(progress)
+            reach("load", rank=0, life=self._life)
+            worker.load(loading)
             layout = worker.allocate(progress)
         except BaseException:
             worker.close()

@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -66,6 +65,7 @@ from phalanx.step import encode as encode_step
 
 if TYPE_CHECKING:
     from phalanx.distributed.collectives import Groups
+    from phalanx.loading.image import Keeper
     from phalanx.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -94,27 +94,15 @@ def versions() -> dict[str, str]:
     }
 
 
-@dataclass(frozen=True)
-class _Keeper:
-    """The supervisor, as `loading.image.Keeper`."""
-
-    share: str
-    left: int | None
-    line: socket.socket
-
-    def keep(self, fd: int) -> None:
-        socket.send_fds(self.line, [b"image"], [fd])
-
-
-def run_rank(start: RankStart, line: socket.socket, left: int | None) -> None:
-    """Returns when told to stop, or when the executor is gone. Raises GroupBroken when it cannot be reached. Its image
-    goes to the supervisor by `line`; `left` is the one that it has had from there."""
+def run_rank(start: RankStart, keeper: Keeper) -> None:
+    """Returns when told to stop, or when the executor is gone. Raises GroupBroken when it cannot be reached. `keeper`
+    is the supervisor."""
     import torch
 
     if start.cores:
         os.sched_setaffinity(0, start.cores)
     torch.set_num_threads(min(torch.get_num_threads(), start.threads))
-    Rank(start, _Keeper(start.share, left, line)).run()
+    Rank(start, keeper).run()
 
 
 class _Epoch:
@@ -144,7 +132,7 @@ class _Epoch:
 class Rank:
     """One rank; `run` is its life. `end` ends the process when it must not wait for a computation."""
 
-    def __init__(self, start: RankStart, keeper: _Keeper):
+    def __init__(self, start: RankStart, keeper: Keeper):
         self._start, self._keeper = start, keeper
         self._never = Abort()
         reach("join", rank=start.rank, life=start.life)

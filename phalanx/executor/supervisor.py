@@ -32,14 +32,12 @@ import msgspec
 from phalanx import env
 from phalanx.errors import PhalanxError
 from phalanx.executor.death import MemoryKills, describe
+from phalanx.executor.kept_image import KeptImage, Line, socket_pair
 from phalanx.executor.messages import RankStart
 
 _PR_SET_PDEATHSIG = 1
 
 _LOOK_MS = 500
-
-_WORDS = 1000
-"""Bytes of a rank's last words."""
 
 
 class Launch(msgspec.Struct, frozen=True, tag="launch"):
@@ -126,14 +124,6 @@ class _Child:
         return self.start.rank
 
 
-@dataclass(frozen=True)
-class _Left:
-    """The image of a rank's weights (`phalanx.loading.image`)."""
-
-    share: str
-    fd: int
-
-
 class Supervisor:
     """Obeys who holds the other end of `sock`, until that is closed or process `parent` has ended."""
 
@@ -142,7 +132,7 @@ class Supervisor:
         self._parent = os.pidfd_open(parent)
         self._ranks: dict[int, _Child] = {}
         """By pidfd."""
-        self._images: dict[int, _Left] = {}
+        self._images: dict[int, KeptImage] = {}
         """By rank."""
         self._memory_kills = MemoryKills()
         self._looked = 0.0
@@ -190,7 +180,7 @@ class Supervisor:
                 self._let_go()
 
     def _launch(self, start: RankStart, fork: bool) -> None:
-        words, pen = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        words, pen = socket_pair()
         try:
             pid = self._fork(start, words, pen) if fork else _spawn(start, pen)
         except OSError as error:
@@ -233,35 +223,14 @@ class Supervisor:
         _, status = os.waitpid(child.pid, 0)
         if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
             blame = None  # the kernel's way is another; memory ran out elsewhere at that time
-        said = self._last_words(child)
-        child.words.close()
+        said = self._images.setdefault(child.rank, KeptImage()).take(child.words, child.start.share)
         send(self._sock, Ended(child.rank, child.pid, describe(status, blame or said or None)))
-
-    def _last_words(self, child: _Child) -> str:
-        """What a rank that has ended had to say. The image it has left is kept for the next one."""
-        said = ""
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # somebody it has started may still hold its end
-            while not said:
-                data, fds, _, _ = socket.recv_fds(child.words, _WORDS, 1)
-                if not data:
-                    break
-                if fds:
-                    self._let_go_of(child.rank)
-                    self._images[child.rank] = _Left(child.start.share, fds[0])
-                else:
-                    said = data.decode(errors="replace")
-        return said
 
     def _let_go(self, keep: Container[str] = ()) -> None:
         """Of the images of all other shares."""
-        for rank, left in list(self._images.items()):
-            if left.share not in keep:
-                self._let_go_of(rank)
-
-    def _let_go_of(self, rank: int) -> None:
-        left = self._images.pop(rank, None)
-        if left is not None:
-            os.close(left.fd)
+        for image in self._images.values():
+            if image.share not in keep:
+                image.let_go()
 
     def _kill_all(self) -> None:
         for child in self._ranks.values():
@@ -281,13 +250,14 @@ def live(start: RankStart, words: socket.socket, left: int | None = None) -> int
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     with contextlib.suppress(OSError):  # for `ps` and `top`
         Path("/proc/self/comm").write_text(f"phalanx-rank-{start.rank}"[:15])
+    line = Line(start.share, left, words)
     try:
-        run_rank(start, words, left)
+        run_rank(start, line)
     except Exception as error:
         if env.debug():
             traceback.print_exc()
         text = str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
-        words.send(" ".join(text.split()).rstrip(".").encode()[:_WORDS])
+        line.say(" ".join(text.split()).rstrip("."))
         return 1
     return 0
 

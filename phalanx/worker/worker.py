@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+import phalanx
 from phalanx import env
 from phalanx.attention.registry import choose as choose_attention
 from phalanx.checkpoint.fingerprint import changed, fingerprint
@@ -229,7 +230,7 @@ class Worker:
     def _image_key(self, keeper: Keeper) -> str:
         model = self.config.model
         shown = (keeper.share, self.spec, self.mesh, self.rank, self.split, model.dtype, self._scheme.name)
-        return image_key(*shown, model.load_format, choice().reason)
+        return image_key(*shown, model.load_format, choice().reason, phalanx.__version__)
 
     def rejoin(self, groups: Groups) -> None:
         """The transports of a new epoch; the weights stay. `allocate` makes the rest new."""

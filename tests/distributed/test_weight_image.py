@@ -15,7 +15,7 @@ from phalanx.checkpoint.locate import locate
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import CheckpointError
 from phalanx.executor.multiprocess import SupervisorProcess
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import images, wait_until
 from tests.helpers.rank_processes import mp_executor, pids, requests, serve, start_engine, undisturbed
 from tests.helpers.worker_model import engine_config, retrain
 
@@ -30,12 +30,6 @@ def own_model(rank_model, tmp_path) -> Path:
 @pytest.fixture(scope="module")
 def expected(rank_model):
     return undisturbed(engine_config(rank_model), WANTED)
-
-
-def images(pid: int) -> list[str]:
-    """The descriptors of images that a process holds, by number."""
-    folder = Path(f"/proc/{pid}/fd")
-    return [fd.name for fd in folder.iterdir() if "phalanx-weights" in os.readlink(fd)]
 
 
 @pytest.mark.recovery

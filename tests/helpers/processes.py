@@ -18,6 +18,16 @@ def alive(pid: int) -> bool:
         return False
 
 
+def images(pid: int) -> list[str]:
+    """The descriptors of images of weights that a process holds, by number."""
+    found: list[str] = []
+    for number in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that looks is looked at too
+            if "phalanx-weights" in os.readlink(f"/proc/{pid}/fd/{number}"):
+                found.append(number)
+    return found
+
+
 def gone_within(pid: int, seconds: float) -> bool:
     return wait_until(lambda: not alive(pid), seconds)
 

@@ -61,6 +61,20 @@ async def test_a_request_outlives_the_only_engine(die_after, quick):
     await router.close()
 
 
+@pytest.mark.parametrize("given_up", [True, False])
+async def test_who_keeps_something_for_the_next_life_hears_that_there_will_be_none(quick, given_up):
+    ended: list[int] = []
+    later = {"refuse_to_start": PhalanxError("no")} if given_up else {}
+    router, _ = await revived({"die_after": 3}, later, ended=ended.append)
+    await asyncio.gather(collect(router.generate(engine_request(max_tokens=8))), return_exceptions=True)
+    if given_up:
+        await asyncio.wait_for(router.lost(), 60)
+        await until(lambda: ended == [0])
+    assert len(ended) == given_up
+    await router.close()
+    assert set(ended) == {0}
+
+
 async def test_with_recovery_switched_off_the_first_life_is_the_only_one():
     router, family = await revived({"die_after": 3}, {}, recovery=RecoveryConfig(enable_recovery=False))
     received = await collect_until(EngineDead, router.generate(engine_request(max_tokens=8)))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import phalanx
 from phalanx.config import EngineConfig
 from phalanx.errors import NotEnoughMemory
 from phalanx.loading import loader
@@ -79,7 +80,7 @@ def tokens(worker: Worker) -> list[int]:
     return said
 
 
-def test_whoever_has_another_key_reads(model, keeper, readers):
+def test_whoever_has_another_key_reads(model, keeper, readers, monkeypatch):
     """And leaves an image of its own."""
     config = engine_config(model)
     wanted = tokens(loaded(config, keeper))
@@ -94,6 +95,9 @@ def test_whoever_has_another_key_reads(model, keeper, readers):
     assert tokens(loaded(random, keeper)) == tokens(loaded(random, keeper)) != wanted
     loaded(narrow, keeper)
     assert len(readers) == 4
+    monkeypatch.setattr(phalanx, "__version__", "another")  # was installed while the front end ran
+    loaded(narrow, keeper), loaded(narrow, keeper)
+    assert len(readers) == 5
 
 
 def test_the_files_are_of_no_importance_then(tmp_path, keeper):
