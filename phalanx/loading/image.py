@@ -9,7 +9,8 @@ can change it any more, and what is not sealed is no image: a rank that dies whi
 privately and read-only, so its pages exist once on the node. At its end stands what it holds (`Header`), for a `key`
 that says everything the order and the form of the weights depend on.
 
-Pages are huge where the kernel can make them so (`MADV_COLLAPSE`), whatever its default for shared memory is.
+Pages are huge where the kernel can make them so (`MADV_COLLAPSE`), whatever its default for shared memory is. Where
+only private memory can have huge ones, an image makes every step slower, for a loss that may never come (`slower`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import logging
 import mmap
 import os
 import struct
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -34,6 +36,8 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 _LENGTH = struct.Struct("<Q")
 _SLACK = 1 << 26
 _MAP_FIXED, _MADV_COLLAPSE = 0x10, 25
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+"""Whether private memory has any."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -67,7 +71,7 @@ class NewImage:
         self._fd = os.memfd_create("phalanx-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.fchmod(self._fd, 0o600)
         self._given = 0
-        self._whole, self._huge = True, True
+        self._whole = True
         self.memory = WeightMemory(more=self._more)
 
     def _more(self, unused: int, least: int) -> torch.Tensor:
@@ -89,9 +93,8 @@ class NewImage:
             log.debug("no image of these weights: %s", error)
             return False
         self._given = stop
-        if self._huge:
-            piece[::HUGE_PAGE] = 0  # where nobody has written to, there is nothing to make a huge page of
-            self._huge = _libc.madvise(piece.data_ptr(), piece.numel(), _MADV_COLLAPSE) == 0
+        piece[::HUGE_PAGE] = 0  # where nobody has written to, there is nothing to make a huge page of
+        _libc.madvise(piece.data_ptr(), piece.numel(), _MADV_COLLAPSE)  # some may stay small where memory is scarce
         return True
 
     def seal(self, key: str, fingerprint: str, nbytes: int) -> int | None:
@@ -183,6 +186,16 @@ def open_image(fd: int, key: str) -> Image | None:
         log.debug("the image of weights that is here is of another share or model")
         return None
     return Image(fd, header, end - length)
+
+
+def slower() -> bool:
+    """Whether weights are read faster from private memory than from an image: only that has huge pages here."""
+    if _libc.madvise(None, 0, _MADV_COLLAPSE) == 0:  # of nothing, but it says whether it knows how
+        return False
+    try:
+        return "[never]" not in _HUGE_PAGES.read_text()
+    except OSError:
+        return False
 
 
 def _map_over(place: torch.Tensor, fd: int, offset: int, flags: int, protection: int) -> None:

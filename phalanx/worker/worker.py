@@ -32,7 +32,7 @@ from phalanx.executor.base import CacheLayout, LoadProgress, WorkerStatus
 from phalanx.kernels.library import choice, use_threads
 from phalanx.kernels.matmul import packs
 from phalanx.kernels.weight_memory import WeightMemory
-from phalanx.loading.image import Image, Keeper, NewImage, image_key, open_image
+from phalanx.loading.image import Image, Keeper, NewImage, image_key, open_image, slower
 from phalanx.loading.loader import load_decoder
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import read_spec
@@ -191,7 +191,7 @@ class Worker:
         self._fingerprint = fingerprint(self.checkpoint)
         if self._wanted not in ("", self._fingerprint):
             raise changed(f"the model on {platform.node()}")
-        if self._keeper is None:
+        if self._keeper is None or slower():
             return self._filled(None, progress)
         try:
             image = NewImage(self._weights)

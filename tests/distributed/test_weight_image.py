@@ -15,9 +15,12 @@ from phalanx.checkpoint.locate import locate
 from phalanx.distributed.mesh import Mesh
 from phalanx.errors import CheckpointError
 from phalanx.executor.multiprocess import SupervisorProcess
+from phalanx.loading.image import slower
 from tests.helpers.processes import images, wait_until
 from tests.helpers.rank_processes import mp_executor, pids, requests, serve, start_engine, undisturbed
 from tests.helpers.worker_model import engine_config, retrain
+
+pytestmark = pytest.mark.skipif(slower(), reason="the kernel has huge pages for private memory only")
 
 WANTED = requests(4)
 

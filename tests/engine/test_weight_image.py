@@ -19,10 +19,13 @@ from phalanx.engine.replica import Replica
 from phalanx.engine.resolution import for_engine, resolved
 from phalanx.errors import CheckpointError, NotEnoughMemory
 from phalanx.executor.kept_image import KeptImage
+from phalanx.loading.image import slower
 from tests.helpers.engine_requests import collect, engine_request, tokens_of
 from tests.helpers.processes import images, until
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.worker_model import retrain
+
+pytestmark = pytest.mark.skipif(slower(), reason="the kernel has huge pages for private memory only")
 
 
 def config(folder: Path, **options: object) -> EngineConfig:

@@ -223,6 +223,19 @@ def test_it_takes_what_the_weights_take(descriptors) -> None:
     assert all(tensor.data_ptr() % 64 == 0 for tensor in again) and again[0].data_ptr() % HUGE_PAGE == 0
 
 
+@pytest.mark.parametrize(
+    ("private", "known", "slower"),
+    [("always [madvise] never", False, True), ("always [madvise] never", True, False), ("[never]", False, False)],
+)
+def test_where_only_private_memory_has_huge_pages_it_is_slower(tmp_path, monkeypatch, private, known, slower) -> None:
+    monkeypatch.setattr(images, "_MADV_COLLAPSE", mmap.MADV_NORMAL if known else 9999)  # which no kernel knows
+    (tmp_path / "enabled").write_text(private + "\n")
+    monkeypatch.setattr(images, "_HUGE_PAGES", tmp_path / "enabled")
+    assert images.slower() == slower
+    monkeypatch.setattr(images, "_HUGE_PAGES", tmp_path / "none")
+    assert not images.slower()
+
+
 def own_memory() -> int:
     """Bytes of this process that are no file's."""
     lines = Path("/proc/self/status").read_text().splitlines()

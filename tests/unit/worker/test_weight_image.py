@@ -51,6 +51,12 @@ def keeper():
     kept.let_go()
 
 
+@pytest.fixture(autouse=True)
+def no_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the kernel is."""
+    monkeypatch.setattr(workers, "slower", lambda: False)
+
+
 @pytest.fixture
 def readers(monkeypatch: pytest.MonkeyPatch) -> list[TensorReader]:
     opened: list[TensorReader] = []
@@ -156,5 +162,11 @@ def test_where_there_are_no_images_it_reads(model, keeper, readers, monkeypatch)
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(os, "memfd_create", refused)
+    loaded(engine_config(model), keeper)
+    assert keeper.left is None and len(readers) == 1
+
+
+def test_where_steps_would_be_slower_with_an_image_it_reads(model, keeper, readers, monkeypatch):
+    monkeypatch.setattr(workers, "slower", lambda: True)
     loaded(engine_config(model), keeper)
     assert keeper.left is None and len(readers) == 1
