@@ -139,7 +139,8 @@ class Executor(Protocol):
         ...
 
     def check_health(self) -> list[WorkerStatus]:
-        """Never waits for compute."""
+        """As of when each was last ready; whether it lives, as of now. Never waits for compute, and costs next to
+        nothing: it is asked many times a second."""
         ...
 
     def close(self) -> None:

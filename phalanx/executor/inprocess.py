@@ -11,6 +11,8 @@ import typing
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import msgspec
+
 from phalanx.config import EngineConfig
 from phalanx.distributed.pulse import Pulse
 from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied, WorkerStatus
@@ -29,6 +31,8 @@ class InProcessExecutor:
         """`keeper` and `weights` as in `open_worker`; `life` counts the processes in this one's place."""
         self._keeper, self._weights, self._life = keeper, weights, life
         self._worker: Worker | None = None
+        self._ready: WorkerStatus | None = None
+        """When it was last ready: measuring takes milliseconds, and the engine asks twenty times a second."""
         self._pulse = Pulse()
 
     def start(self, config: EngineConfig, progress: LoadProgress | None = None) -> CacheLayout:
@@ -52,7 +56,7 @@ class InProcessExecutor:
         except BaseException:
             worker.close()
             raise
-        self._worker = worker
+        self._worker, self._ready = worker, worker.status()
         return layout
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -74,6 +78,7 @@ class InProcessExecutor:
         if epoch <= worker.epoch:
             raise ValueError(f"epoch {epoch} does not come after epoch {worker.epoch}")
         worker.reset(epoch)
+        self._ready = worker.status()
         return worker.layout()
 
     @property
@@ -90,7 +95,10 @@ class InProcessExecutor:
         return self._pulse.count
 
     def check_health(self) -> list[WorkerStatus]:
-        return [self._worker.status()] if self._worker is not None else []
+        worker, ready = self._worker, self._ready
+        if worker is None or ready is None:
+            return []
+        return [msgspec.structs.replace(ready, state=worker.state)]
 
     def close(self) -> None:
         if self._worker is not None:

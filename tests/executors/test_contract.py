@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -295,6 +296,16 @@ class TestLife:
             assert psutil.pid_exists(status.pid)
             assert set(status.memory) == {"weights", "kv_cache", "activations", "free", "kv_room"}
             assert 0 < status.memory["kv_cache"] <= (config.cache.kv_cache_memory_bytes or 0)
+
+    def test_asking_how_it_is_measures_nothing(self, executor, monkeypatch):
+        """The engine asks many times a second, between two steps."""
+        before = executor.check_health()
+
+        def measured() -> NoReturn:
+            raise AssertionError("memory was measured")
+
+        monkeypatch.setattr("phalanx.worker.worker.host_memory", measured)
+        assert executor.check_health() == before
 
     def test_the_layout_is_what_all_ranks_can_hold(self, executor):
         layout = executor.restart(1)
