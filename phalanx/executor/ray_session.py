@@ -49,6 +49,7 @@ LOCAL_SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # nobody else runs in it, and it would count what others on the machine use
     "RAY_kill_worker_timeout_milliseconds": "1000",
+    "RAY_worker_niceness": "0",  # else ranks would run at 15: whatever else is running went before them
 }
 
 

@@ -119,7 +119,9 @@ def test_serve_from_the_first_to_the_last_process() -> None:
         assert answer["choices"][0]["text"].startswith(" Paris")
         status = httpx.get(f"{base}/status").json()
         assert status["executor"] == "ray" and status["mesh"]["tp"] == 2
-        assert [psutil.Process(w["pid"]).name() for w in status["workers"]] == ["phalanx-rank-0", "phalanx-rank-1"]
+        ranks = [psutil.Process(worker["pid"]) for worker in status["workers"]]
+        assert [rank.name() for rank in ranks] == ["phalanx-rank-0", "phalanx-rank-1"]
+        assert [rank.nice() for rank in ranks] == 2 * [psutil.Process(server.pid).nice()]
         processes = tree(server.pid)
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == 0
