@@ -4,13 +4,12 @@ answers while it works, and what Ray's errors mean in words."""
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from phalanx.errors import ConfigError
-from phalanx.executor.ray_places import death_in_words
+from phalanx.executor.ray_death import death_in_words, last_exception
 
 CONTROL = "phalanx_control"
 """The concurrency group in which an actor answers probes while its other methods work."""
@@ -69,16 +68,8 @@ def why_it_failed(error: Exception, cls: type, host: str) -> str:
         return f"{cls.__name__}{where} raised {type(cause).__name__}: {one_line(cause)}"
     text = str(error)
     if "raised in its creation task" in text or getattr(error, "actor_init_failed", False):
-        return f"the constructor of {cls.__name__}{where} raised {_last_exception(text)}"
+        return f"the constructor of {cls.__name__}{where} raised {last_exception(text)}"
     for module in ("phalanx", "msgspec", cls.__module__.partition(".")[0]):
         if f"No module named '{module}" in text or f"No module named {module}" in text:
             return f"the module {module} is not installed{where}, in the Python that Ray uses there"
     return f"{cls.__name__}{where}: {death_in_words(error, host or 'its node')}"
-
-
-def _last_exception(text: str) -> str:
-    """The exception and what it says: the last line of a traceback that looks so."""
-    lines = [line for line in text.splitlines() if re.match(r"[A-Za-z_][\w.]*: ", line)]
-    plain = lines[-1] if lines else text.splitlines()[-1].strip()
-    name, _, rest = plain.partition(": ")
-    return " ".join(f"{name.rpartition('.')[2]}: {rest}".split())[:1500].rstrip(". ")

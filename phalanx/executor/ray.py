@@ -21,7 +21,8 @@ from phalanx.executor.base import ExecutorLost
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
-from phalanx.executor.ray_places import Place, RayPlaces, death_in_words
+from phalanx.executor.ray_death import death_in_words
+from phalanx.executor.ray_places import Place, RayPlaces
 from phalanx.executor.seating import Choose, Share
 from phalanx.executor.survey import difference, survey, version_difference, versions
 from phalanx.worker.capacity import Capacity

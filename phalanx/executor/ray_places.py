@@ -29,6 +29,7 @@ from phalanx.errors import ConfigError
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.interfaces import checked
 from phalanx.executor.placement import Arrangement, Demand, NoRoom, Site, arrange, ray_strategy, refusal
+from phalanx.executor.ray_death import death_in_words
 from phalanx.executor.ray_rank import Introduction, RankActor, address_towards
 from phalanx.executor.ray_session import RaySession
 from phalanx.executor.ray_view import RayView
@@ -401,20 +402,3 @@ def demand(parallel: ParallelConfig, device: str) -> Demand:
     labels = dict(item.split("=", 1) for item in parallel.worker_labels)
     taken = {name: amount for name, amount in resources.items() if amount > 0}
     return Demand(taken or {"memory": 1.0}, labels)  # Ray has no empty bundles; a byte of memory is next to nothing
-
-
-def death_in_words(error: Exception, node: str) -> str:
-    """Why Ray says that an actor is gone."""
-    text = " ".join(str(error).split())
-    if type(error).__name__ == "OutOfMemoryError" or "running low on memory" in text:
-        detail = next((part for part in text.split(". ") if "memory" in part), "")
-        return f"Ray's memory monitor ended it, because {node} was running out of memory ({detail[:200]})"
-    if "node has died" in text or "NODE_DIED" in text:
-        reason = text.partition("the actor's node was ")[2] or text.partition("Node Id:")[2]
-        return f"its node {node} is gone: {reason[:160].rstrip('.') or 'Ray lost it'}"
-    if "killed by `ray.kill`" in text:
-        return "its actor was ended by ray.kill"
-    if "worker process has died" in text or "connection error" in text:
-        return f"its actor's process on {node} was killed or crashed; Ray saw its connection end"
-    first = text.partition("Actor")[0] if len(text) > 400 else text
-    return f"its actor is gone: {first[:300].rstrip('.')}"

@@ -102,10 +102,13 @@ class Host:
             script += f"mount -t tmpfs tmpfs {folder}; "
         if hosts_file:
             script += f"printf '{hosts_file}' > /dev/shm/hosts; mount --bind /dev/shm/hosts /etc/hosts; "
+        groups = _limited(f"{self.namespace}-{next(_count)}", memory_mb, cpus)
+        self.groups += groups
+        for group in dict.fromkeys(groups):  # it is the root of what they see, as in a container
+            script += f"mount --bind {group} {group.parent}; "
         enter = ["nsenter", f"--net={NAMESPACES / self.namespace}", "unshare", "--mount", "--uts"]
         wrapped = [*enter, "sh", "-ec", script + 'exec "$@"', "sh", *command]
-        for group in _limited(f"{self.namespace}-{next(_count)}", memory_mb, cpus):
-            self.groups.append(group)
+        for group in groups:
             wrapped = ["sh", "-ec", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh", *wrapped]
         if cores:
             wrapped = ["taskset", "-c", ",".join(map(str, cores)), *wrapped]

@@ -1,0 +1,51 @@
+"""What an actor died of, in words: Ray says it in exceptions, whose texts are made for logs.
+
+Knows the texts of Ray 2.60 by what is in them; an unknown one is passed on, cut short.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SYSTEM_EXIT = re.compile(r"Worker exits with an exit code (\d+)")
+_USED = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
+_THRESHOLD = re.compile(r"exceeded threshold of \d+B \(([\d.]+)% of")
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*: ")
+
+
+def death_in_words(error: Exception, node: str) -> str:
+    """Why Ray says that an actor on `node` is gone."""
+    text, name = " ".join(str(error).split()), type(error).__name__
+    if name == "OutOfMemoryError" or "running low on memory" in text:
+        return f"Ray's memory monitor ended it, because {node} was running out of memory{_usage(text)}"
+    if name == "NodeDiedError" or "node has died" in text:
+        reason = text.partition("the actor's node was ")[2]
+        return f"its node {node} is gone: {reason[:160].rstrip('.') or 'Ray lost it'}"
+    if "killed by `ray.kill`" in text:
+        return "its actor was ended by ray.kill"
+    if "placement group was removed" in text:
+        return "its actor is gone: somebody removed its placement group"
+    if "owner has died" in text:
+        return "its actor is gone: the process that started it has died"
+    if code := _SYSTEM_EXIT.search(text):
+        return f"its actor's process on {node} ended with status {code[1]}"
+    if "worker process has died" in text:
+        return f"its actor's process on {node} was killed or crashed; Ray saw its connection end"
+    if name.startswith("RayTaskError") or getattr(error, "actor_init_failed", False):
+        return f"its actor failed: {last_exception(str(error))[:300]}"
+    return f"its actor is gone: {text[:300].rstrip('.')}"
+
+
+def _usage(text: str) -> str:
+    used, threshold = _USED.search(text), _THRESHOLD.search(text)
+    found = [f"{used[1]} of {used[2]} GB in use"] if used else []
+    found += [f"it steps in at {float(threshold[1]):g}%"] if threshold else []
+    return f" ({', '.join(found)})" if found else ""
+
+
+def last_exception(text: str) -> str:
+    """The exception and what it says: the last line of a traceback that looks so."""
+    lines = [line for line in text.splitlines() if _EXCEPTION.match(line)]
+    plain = lines[-1] if lines else text.splitlines()[-1].strip()
+    name, _, rest = plain.partition(": ")
+    return " ".join(f"{name.rpartition('.')[2]}: {rest}".split())[:1500].rstrip(". ")
