@@ -1,13 +1,15 @@
 """What a killed rank costs those who wait for tokens, and what being able to replace it costs everybody else.
 
-    python benchmarks/recovery.py --rounds 30 --json result.json
-    python benchmarks/recovery.py --rounds 30 --ranks 1     # the engine process is killed, which has the only rank
+    python benchmarks/recovery.py --rounds 30 --split-rounds 30 --engine-rounds 30 --json result.json
 
 Rounds: the demo model in float32 over two `mp` ranks, four streams of at most 256 tokens; somewhere in the middle one
 rank is killed with SIGKILL. `moved` is from the kill until *all four* streams have moved again (seen by the clients),
-`noticed` from the kill to the notice, `reload` and `first_token` from the notice, as `/status` has them. Each answer is
-compared with that of an undisturbed run. Overhead: the same streams undisturbed, with recovery and with
-`--no-enable-recovery` in turn: instructions where the processor counts them, else processor time, of all processes.
+`noticed` from the kill to the notice, `reload` and `first_token` from the notice, as `/status` has them. Each answer
+is compared with that of an undisturbed run. Split rounds: the same, but whatever is started in the place of the
+killed rank is killed too, so that after two tries the model is split anew over the other; then the place heals, and
+is taken in again before the next round. Engine rounds: the engine process is killed, which has the only rank.
+Overhead: the same streams undisturbed, with recovery and with `--no-enable-recovery` in turn: instructions where the
+processor counts them, else processor time, of all processes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +56,16 @@ def texts(clients: list[Client]) -> list[str]:
     return [assemble(client.saw).choices[0].text for client in clients]
 
 
-def serve(folder: Path, *options: str) -> Serving:
-    serving = Serving([*OPTIONS, *options], folder / "log")
+def serve(folder: Path, *options: str, ranks: int = 2, fault: str = "") -> Serving:
+    serving = Serving([*OPTIONS, "-tp", str(ranks), *options], folder / "log", env={"PHALANX_FAULT": fault})
     serving.ready()
     return serving
 
 
-def kill_one(serving: Serving, rank: int, tokens: int, after: int, wanted: list[str]) -> dict[str, float]:
+def kill_one(
+    serving: Serving, rank: int, tokens: int, after: int, wanted: list[str], plan: str = "restart"
+) -> dict[str, float]:
+    """`plan` is what has to be done about it."""
     clients = ask(serving, tokens)
     if not wait_until(lambda: all(len(client.saw.events) >= after for client in clients), FIRST_S):
         raise SystemExit("the streams do not start")
@@ -74,6 +80,8 @@ def kill_one(serving: Serving, rank: int, tokens: int, after: int, wanted: list[
     if moved is None or not new:
         raise SystemExit("the streams were over before the kill; more --tokens")
     last = new[0]
+    if last["plan"] != plan:
+        raise SystemExit(f"it was not a {plan}: {last}")
     return {
         "moved": moved,
         "noticed": last["since"] - killed_wall,
@@ -83,15 +91,36 @@ def kill_one(serving: Serving, rank: int, tokens: int, after: int, wanted: list[
     }
 
 
-def kills(rounds: int, tokens: int, ranks: int) -> list[dict[str, float]]:
+def kills(rounds: int, tokens: int, ranks: int = 2) -> list[dict[str, float]]:
     rng, found = random.Random(7), []
     with tempfile.TemporaryDirectory() as folder:
-        serving = serve(Path(folder), "-tp", str(ranks))
+        serving = serve(Path(folder), ranks=ranks)
         try:
             wanted = texts(ask(serving, tokens))
             for number in range(rounds):
                 found.append(kill_one(serving, number % ranks, tokens, rng.randint(10, tokens // 2), wanted))
                 print(f"round {number + 1}: {found[-1]['moved']:.2f} s", file=sys.stderr, flush=True)
+            if serving.stop() != 0:
+                raise SystemExit("the server did not end well")
+        finally:
+            serving.kill()
+    return found
+
+
+def splits(rounds: int, tokens: int) -> list[dict[str, float]]:
+    rng, found = random.Random(7), []
+    with tempfile.TemporaryDirectory() as folder:
+        broken = Path(folder) / "broken"
+        serving = serve(Path(folder), fault=f"at=join,rank=1,do=kill,while={broken}")
+        try:
+            wanted = texts(ask(serving, tokens))
+            for number in range(rounds):
+                broken.touch()
+                found.append(kill_one(serving, 1, tokens, rng.randint(10, tokens // 2), wanted, plan="split"))
+                print(f"split {number + 1}: {found[-1]['moved']:.2f} s", file=sys.stderr, flush=True)
+                broken.unlink()
+                if not wait_until(lambda: serving.at_rest(1) and len(serving.ranks()) == 2, FIRST_S):
+                    raise SystemExit("the place is not taken in again")
             if serving.stop() != 0:
                 raise SystemExit("the server did not end well")
         finally:
@@ -129,12 +158,11 @@ def _seconds(pid: int) -> float:
     return float(times.user + times.system)
 
 
-def overhead(rounds: int, tokens: int, ranks: int) -> dict[str, Any]:
+def overhead(rounds: int, tokens: int) -> dict[str, Any]:
     instructions = counts_instructions()
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        on = serve(Path(folder), "-tp", str(ranks))
-        off = serve(Path(folder), "-tp", str(ranks), "--no-enable-recovery")
+        on, off = serve(Path(folder)), serve(Path(folder), "--no-enable-recovery")
         try:
             for serving in (on, off):
                 work(serving, tokens, instructions)
@@ -157,20 +185,29 @@ def spread(values: list[float]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--split-rounds", type=int, default=10)
+    parser.add_argument("--engine-rounds", type=int, default=10)
     parser.add_argument("--overhead-rounds", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--ranks", type=int, choices=(1, 2), default=2)
     parser.add_argument("--json", help="where to write the result")
     wanted = parser.parse_args()
-    result: dict[str, Any] = {**setting(), "streams": STREAMS, "tokens": wanted.tokens, "ranks": wanted.ranks}
-    if wanted.rounds:
-        found = kills(wanted.rounds, wanted.tokens, wanted.ranks)
-        result["kill"] = {name: spread([one[name] for one in found]) for name in found[0]}
+    result: dict[str, Any] = {**setting(), "streams": STREAMS, "tokens": wanted.tokens}
+    arms = (
+        ("kill", wanted.rounds, kills),
+        ("split", wanted.split_rounds, splits),
+        ("engine", wanted.engine_rounds, partial(kills, ranks=1)),
+    )
+    for arm, rounds, measure in arms:
+        if rounds:
+            found = measure(rounds, wanted.tokens)
+            result[arm] = {name: spread([one[name] for one in found]) for name in found[0]}
     if wanted.overhead_rounds:
-        result["overhead"] = overhead(wanted.overhead_rounds, wanted.tokens, wanted.ranks)
+        result["overhead"] = overhead(wanted.overhead_rounds, wanted.tokens)
         print(f"{result['overhead']['counted']}, on/off: {shown(result['overhead']['ratio'], 3)}", file=sys.stderr)
-    for name, values in result.get("kill", {}).items():
-        print(f"{name:12} p50 {values['p50']:.2f}, p99 {values['p99']:.2f}, most {values['max']:.2f}", file=sys.stderr)
+    for arm, _, _ in arms:
+        for name, values in result.get(arm, {}).items():
+            shown_name, line = f"{arm} {name}", "p50 {p50:.2f}, p99 {p99:.2f}, most {max:.2f}".format(**values)
+            print(f"{shown_name:18} {line}", file=sys.stderr)
     write(result, wanted.json)
 
 
