@@ -103,7 +103,7 @@ def _nowhere(case: Case) -> str:
         if case.fault == "shm_full":
             return "" if case.executor == "mp" else "the memory of one machine is filled"
         if case.executor != "nodes":
-            return "all is on one machine: it has no link, and with it all is gone"
+            return "all is on one machine: it has no link, and with it all is gone; Ray's hosts have their own tests"
     if case.fault == "freeze" and case.executor == "ray":
         return "a frozen process of one machine is the same with mp"
     return ""

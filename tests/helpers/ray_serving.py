@@ -75,21 +75,21 @@ class Served:
 
 
 def raylets(host: Host) -> list[int]:
-    return [pid for pid in host.pids() if _name(pid) == "raylet"]
+    return [pid for pid in host.pids() if name_of(pid) == "raylet"]
 
 
 def kill_raylet(host: Host) -> None:
     """Returns when the ranks there are gone too: their actors look for it once a second."""
     os.kill(raylets(host)[0], signal.SIGKILL)
-    assert wait_until(lambda: not any(_name(pid).startswith("phalanx-rank") for pid in host.pids()), 10)
+    assert wait_until(lambda: not any(name_of(pid).startswith("phalanx-rank") for pid in host.pids()), 10)
 
 
 def actor_of(rank: int) -> int:
     """The process of the actor that holds a rank's place."""
-    return next(parent.pid for parent in psutil.Process(rank).parents() if _name(parent.pid).startswith("ray::"))
+    return next(parent.pid for parent in psutil.Process(rank).parents() if name_of(parent.pid).startswith("ray::"))
 
 
-def _name(pid: int) -> str:
+def name_of(pid: int) -> str:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).name()
     return ""

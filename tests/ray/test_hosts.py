@@ -22,6 +22,7 @@ from tests.helpers.pace import Pace
 from tests.helpers.plans import GREEDY
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
+from tests.helpers.ray_serving import name_of
 from tests.helpers.serving import Client, Serving
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.worker_model import HEADS
@@ -29,6 +30,8 @@ from tests.helpers.worker_model import HEADS
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(missing()), reason=missing() or "there are hosts")]
 
 CPUS = (0, 2, 1)
+LITTLE_MB = 1200
+"""Ray's own processes need half of it."""
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +155,56 @@ def test_a_slow_node_gets_a_smaller_share(bed: RayHosts, model: Path, want: list
         assert ranks.ask("close") == []
     bed.end(2)
     bed.node(2, cpus=CPUS[2])
+
+
+@pytest.fixture
+def little(bed: RayHosts) -> Iterator[None]:
+    """Host 2 has less memory than the others."""
+    if not can_limit("memory"):
+        pytest.skip("no control group with a memory limit can be made here")
+    bed.end(2)
+    bed.node(2, cpus=CPUS[2], memory_mb=LITTLE_MB)
+    yield
+    bed.end(2)
+    bed.node(2, cpus=CPUS[2])
+
+
+def serve(bed: RayHosts, tmp_path: Path, *options: str) -> Serving:
+    """Two ranks, on hosts 1 and 2."""
+    arguments = [str(write_tiny_model(tmp_path / "tiny")), "-tp", "2", "--placement-strategy", "SPREAD", *options]
+    arguments += ["--distributed-executor-backend", "ray", "--dtype", "float32"]
+    head, variables = bed.hosts[0], {**bed.env, "PHALANX_HOST_IP": bed.hosts[0].address}
+    return Serving(arguments, tmp_path / "log", env=variables, start=head.start, network=head.network)
+
+
+@pytest.mark.usefixtures("little")
+def test_a_host_with_less_memory(bed: RayHosts, tmp_path: Path) -> None:
+    """The cache is no larger than fits there."""
+    serving = serve(bed, tmp_path)
+    try:
+        serving.ready()
+        room = {worker["node"]: worker["memory"] for worker in serving.status()["workers"]}
+        print(room, serving.output)
+        client = Client(serving, "", {"prompt": "hello there", "max_tokens": 20, "temperature": 0, "ignore_eos": True})
+        client.join(60)
+        assert assemble(client.saw).complaints == []
+    finally:
+        serving.kill()
+
+
+@pytest.mark.usefixtures("little")
+def test_what_does_not_fit_a_host_with_less_memory(bed: RayHosts, tmp_path: Path) -> None:
+    """The last line says where and why, before or after the kernel had to step in, and nothing is left."""
+    serving = serve(bed, tmp_path, "--kv-cache-memory-bytes", "3G")
+    try:
+        assert serving.ends(90) == 1, serving.output
+        last = serving.output.strip().splitlines()[-1]
+        print(last)
+        assert last.startswith("error: ") and "host2" in last and "memory" in last, serving.output
+        pids = lambda: [pid for host in bed.hosts for pid in host.pids()]  # noqa: E731
+        assert wait_until(lambda: not any(name_of(pid).startswith("phalanx") for pid in pids()), 5)
+    finally:
+        serving.kill()
 
 
 def refused(bed: RayHosts, model: Path, *, kind: str = "ConfigError", **options: Any) -> str:

@@ -1,5 +1,6 @@
 """A server on a Ray cluster of three hosts, two tensor ranks on two of them, 20 streams: a host is killed, frozen, cut
-off and healed, its raylet is killed, the head is started again. Every stream ends with the text of an undisturbed one.
+off and healed, its link flaps, is half open or slow, its raylet is killed, the head is started again. Every stream ends
+with the text of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -7,11 +8,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import bad_network
+from tests.helpers.bad_network import Cable, bad_cable
 from tests.helpers.hosts import missing
 from tests.helpers.processes import wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
@@ -78,6 +81,46 @@ def test_a_host_is_lost(bed: RayHosts, served: Served, deed: str, index: int) ->
     served.streams_through(lambda: None)
     assert wait_until(lambda: len(served.nodes()) == 2, 90), served.serving.output
     served.streams_through(lambda: None)
+
+
+def flap(cable: Cable) -> None:
+    for _ in range(3):
+        cable.silent = True
+        time.sleep(0.6)
+        cable.silent = False
+        time.sleep(0.2)
+
+
+def delay(cable: Cable) -> None:
+    cable.delay, cable.jitter = 0.01, 0.02
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(bad_network.missing()), reason=bad_network.missing() or "there are bad cables")
+@pytest.mark.parametrize("trouble", [flap, delay])
+def test_a_link_that_is_bad_and_no_loss(bed: RayHosts, served: Served, trouble: Callable[[Cable], None]) -> None:
+    with bad_cable(bed.hosts[2]) as cable:
+        silence = served.streams_through(lambda: trouble(cable))
+        assert cable.frames > 1000
+        assert served.serving.status()["recoveries"] == [], served.serving.output
+        assert served.nodes() == ["host1", "host2"]
+        print(f"{trouble.__name__}: the longest silence of a stream was {silence:.1f} s")
+
+
+@pytest.mark.recovery
+@pytest.mark.slow
+@pytest.mark.skipif(bool(bad_network.missing()), reason=bad_network.missing() or "there are bad cables")
+def test_a_link_that_is_half_open(bed: RayHosts, served: Served) -> None:
+    """What the host sends arrives, what is sent to it does not."""
+    try:
+        with bad_cable(bed.hosts[2]) as cable:
+            silence = served.streams_through(lambda: setattr(cable, "deaf", True))
+            first = served.serving.status()["recoveries"][0]
+            assert first["node"] == "host2" and first["kind"] in ("network", "hung"), first
+            assert served.nodes() == ["host1", "host1"]
+            print(f"half open: noticed after {first['detection_s']} s, the longest silence was {silence:.1f} s")
+    finally:
+        bed.bring_back(2, CPUS[2])
 
 
 @pytest.mark.slow
