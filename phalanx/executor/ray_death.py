@@ -21,6 +21,8 @@ def death_in_words(error: Exception, node: str) -> str:
     if name == "NodeDiedError" or "node has died" in text:
         reason = text.partition("the actor's node was ")[2]
         return f"its node {node} is gone: {reason[:160].rstrip('.') or 'Ray lost it'}"
+    if name == "ActorUnavailableError":
+        return f"its actor's connection ended; Ray does not know yet whether the process or its node {node} is gone"
     if "killed by `ray.kill`" in text:
         return "its actor was ended by ray.kill"
     if "placement group was removed" in text:

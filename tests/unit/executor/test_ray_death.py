@@ -112,6 +112,13 @@ def raised() -> Exception:
             "its node host1 is gone: Ray lost it",
             "network", id="the node, while a task ran",
         ),
+        pytest.param(
+            lambda: exceptions.ActorUnavailableError(
+                "The actor is temporarily unavailable: RpcError: RPC error: Socket closed rpc_code: 14", b"\1" * 16
+            ),
+            "its actor's connection ended; Ray does not know yet whether the process or its node host1 is gone",
+            "network", id="the node, at first",
+        ),
         pytest.param(raised, "its actor failed: ValueError: no such thing", "failed", id="a method raised"),
         pytest.param(
             lambda: exceptions.ActorDiedError(raised()),
