@@ -6,7 +6,8 @@
 `at` is a name of `POINTS`. `rank` and `step` narrow it (any, without them); `life=N` means only in the Nth life of the
 process (1 is the first; any, without it). `file=PATH` means only while that file is there, and takes it away: so a
 fault that waits in a running server is let off from outside, once in all processes. `while=PATH` means as often as
-that file is found there: with `sleep`, steps take their time until it is removed. `after=N` lets a process come by N
+that file is found there: with `sleep`, steps take their time until it is removed. `prompt=N` means only at a step
+that takes in a request with token N in its prompt: each time that it is tried. `after=N` lets a process come by N
 times first. `do` is one of `DEEDS`, `raise`, or, at one of `SKIPPABLE`, `skip`: what follows is left out. Unset, a
 point costs one test for None.
 """
@@ -24,6 +25,7 @@ from typing import TypeVar
 
 from phalanx import env
 from phalanx.errors import ConfigError
+from phalanx.step import StepPlan, unpack
 
 T = TypeVar("T")
 
@@ -43,6 +45,7 @@ POINTS = (
 )
 
 SKIPPABLE = ("step", "exchange")
+NUMBERS = ("rank", "step", "life", "prompt", "after")
 
 
 def _hold_the_lock(_: float) -> None:
@@ -79,10 +82,18 @@ class Fault:
     rank: int | None = None
     step: int | None = None
     life: int | None = None
+    prompt: int | None = None
     file: str = ""
     lasting: str = ""
     after: int = 0
     _passed: Iterator[int] = field(init=False, default_factory=itertools.count, compare=False, repr=False)
+
+    def meant(self, plan: StepPlan | None) -> bool:
+        """Whether this step is one of those that it waits for."""
+        if self.prompt is None:
+            return True
+        admissions = plan.admissions if plan is not None else ()
+        return any(self.prompt in unpack(each.tokens)[: each.num_prompt] for each in admissions)
 
     def let_off(self) -> bool:
         """Whether it may happen now."""
@@ -109,7 +120,7 @@ def _parse_one(text: str) -> Fault:
     do, _, amount = fields.pop("do", "").partition("=")
     at, file, lasting = (fields.pop(name, "") for name in ("at", "file", "while"))
     try:
-        numbers = {name: int(fields.pop(name)) for name in ("rank", "step", "life", "after") if name in fields}
+        numbers = {name: int(fields.pop(name)) for name in NUMBERS if name in fields}
         fault = Fault(at, do, float(amount or 0), file=file, lasting=lasting, **numbers)
     except ValueError:
         fields["?"] = text
@@ -127,7 +138,9 @@ def _parse_one(text: str) -> Fault:
 _faults = parse(env.fault()) if env.fault() else None
 
 
-def reach(at: str, *, rank: int | None = None, step: int | None = None, life: int | None = None) -> bool:
+def reach(
+    at: str, *, rank: int | None = None, step: int | None = None, life: int | None = None, plan: StepPlan | None = None
+) -> bool:
     """The point `at` is reached. Whether to leave out what follows. Raises InjectedFault when it is told to."""
     if _faults is None:
         return False
@@ -135,7 +148,7 @@ def reach(at: str, *, rank: int | None = None, step: int | None = None, life: in
         wanted = (fault.rank, fault.step, fault.life)
         if fault.at != at or any(w is not None and w != h for w, h in zip(wanted, (rank, step, life), strict=True)):
             continue
-        if not fault.let_off():
+        if not fault.meant(plan) or not fault.let_off():
             continue
         if fault.do == "skip":
             return True

@@ -244,10 +244,10 @@ class Rank:
                         epoch.abort.check()
                         return
                     plan = decode_plan(data)
-                    if reach("step", rank=rank, step=plan.step_id, life=life):
+                    if reach("step", rank=rank, step=plan.step_id, life=life, plan=plan):
                         continue
                     result = worker.run(plan)
-                    reach("computed", rank=rank, step=plan.step_id, life=life)
+                    reach("computed", rank=rank, step=plan.step_id, life=life, plan=plan)
                     if begin.reports and result is not None:
                         self._report(encode_step(result), results)
             except GroupBroken as broken:

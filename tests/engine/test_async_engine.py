@@ -20,6 +20,7 @@ from phalanx.errors import (
     PhalanxError,
     QueueFull,
 )
+from phalanx.text.detokenizer import Detokenizer
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.processes import until
 
@@ -238,6 +239,33 @@ async def test_one_failing_choice_fails_the_request_alone():
     assert await healthy == "abc" * 20
     await settle()
     assert client.status().running == 0
+    await engine.close()
+
+
+async def test_an_answer_whose_text_cannot_be_made_ends_alone(monkeypatch):
+    """In the midst of it; what came before is delivered."""
+    push = Detokenizer.push
+    (bad,) = TOKENIZER.encode("X")
+
+    def breaking(self, tokens):
+        if bad in tokens:
+            raise UnicodeError("no such text")
+        return push(self, tokens)
+
+    monkeypatch.setattr(Detokenizer, "push", breaking)
+    client = EchoEngine(delay=0.001)
+    engine = await start(client)
+    others = [asyncio.create_task(text_of(engine.generate(p, params(max_tokens=60)))) for p in ("abc", "defg")]
+    text = ""
+    with pytest.raises(PhalanxError, match="failed inside Phalanx") as caught:
+        async for delta in engine.generate("hi X", params(max_tokens=60)):
+            text += delta.outputs[0].text
+    assert text == "hi "
+    assert caught.value.status == 500 and isinstance(caught.value.__cause__, UnicodeError)
+    await settle()
+    assert client.status().running == 2  # its work is ended, theirs goes on
+    assert [await other for other in others] == ["abc" * 20, "defg" * 15]
+    assert engine.status().state == "ready"
     await engine.close()
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.executor.deadlines import SILENT_LOADING
 from phalanx.executor.seating import REST_S
 from tests.helpers.asks import Oracle, wait_for_events
 from tests.helpers.bad_network import bad_cable
@@ -35,7 +37,7 @@ from tests.helpers.history import (
     longest_gap,
     next_event_after,
 )
-from tests.helpers.processes import alive, wait_until
+from tests.helpers.processes import alive, name_of, wait_until
 from tests.helpers.serving import Client, Onlooker, Serving
 from tests.helpers.worlds import Groups, World, freezer_missing, gone, memory_missing
 
@@ -49,6 +51,8 @@ ENGINE_S = 8.0
 """More than that when the engine itself starts again; or twice what the server took to start."""
 UNKILLABLE_S = 6.0
 """More, when what was lost cannot even be killed: its end is waited for a while."""
+ENDS_S = 5.0
+"""From the notice of a loss while ranks load to the end of the server."""
 SHARE_S = 4.0
 """More, when a place does not come back: `--replacement-timeout` 2, and a split anew."""
 REGAIN_S = REST_S + 10.0
@@ -76,6 +80,17 @@ KINDS: dict[str, frozenset[str]] = {
     "half_open": frozenset({"network", "hung"}),
 }
 """What a loss by this fault may be counted as."""
+DIED_OF = {
+    "kill": "SIGKILL",
+    "abort": "SIGABRT",
+    "segfault": "SIGSEGV",
+    "exit": "ended with status 0",
+    "raise": "InjectedFault",
+    "stop": "did not answer",
+    "hold": "did not answer",
+    "out_of_memory": "out of memory",
+}
+"""As the last line of a server says it that ends of it."""
 
 
 @dataclass
@@ -398,31 +413,50 @@ class Nemesis:
     # A server that loads
 
     def _loading(self, case: Case, report: Report) -> None:
-        """Either it comes to serve, or it ends with one line that says why, and nothing is left."""
+        """It ends in seconds with one line that says what was lost, where and why, and nothing is left."""
         self.world.forget()
+        with self.world.long_loads():
+            serving = self.world.start()
+            bound = self._strike_loading(case, serving)
+            if case.fault == "out_of_memory":
+                wait_until(lambda: self._groups.killed > 0 or "Ready: " in serving.output, 60)
+                self._hit_at = time.monotonic()
+            if self.felt(case):
+                code = serving.ends(bound)
+                report.complaints += self._last_words(case, serving, code)
+            else:  # it had all its memory, and serves
+                serving.ready()
+                serving.stop()
+        report.complaints += _left(serving)
+
+    def _strike_loading(self, case: Case, serving: Serving) -> float:
+        """While ranks load; within how many seconds the server has to end."""
         if case.rank is not None and case.fault != "out_of_memory":
             self.world.arm("load", case.rank, case.fault)
-        serving = self.world.start()
-        if case.target in ("front", "engine") or case.fault == "out_of_memory":
-            role = "rank" if case.rank is not None else case.target
-            assert wait_until(lambda: role in serving.members(), 30), serving.output
-            pid = serving.members()[role][0]
-            if case.fault == "out_of_memory":
-                self._groups.starve(pid, 1 << 16)
+            assert wait_until(lambda: not self.world.armed(), 60), f"the fault never happened:\n{serving.output}"
+        else:
+            assert wait_until(lambda: self._loading_rank(case.rank or 0, serving) > 0, 60), serving.output
+            time.sleep(random.Random(case.seed).uniform(0, 1))
+            if case.rank is not None:
+                self._groups.starve(self._loading_rank(case.rank, serving), 1 << 16)
             else:
-                time.sleep(random.Random(case.seed).uniform(0, 1))
-                os.kill(pid, SIGNAL[case.fault])
-        wait_until(lambda: "Ready: " in serving.output or not alive(serving.process.pid), 60)
-        if "Ready: " in serving.output:
-            self.world.oracle = None
-            self.world.open()
-            serving.stop()
-        elif case.target != "front":
-            code = serving.ends(10)
-            last = (serving.output.strip().splitlines() or [""])[-1]
-            if code != 1 or not last.startswith("error: ") or "Traceback" in serving.output:
-                report.complaints.append(f"it ended with exit code {code} and these words:\n{serving.output[-1500:]}")
-        report.complaints += _left(serving)
+                os.kill(serving.members()[case.target][0], SIGNAL[case.fault])
+        return ENDS_S + (SILENT_LOADING if case.fault in HANGS else KILLED_S)  # `--hang-timeout` is 1
+
+    def _loading_rank(self, rank: int, serving: Serving) -> int:
+        """Its process; 0 while there is none."""
+        ranks = serving.members().get("rank", [])
+        return next((pid for pid in ranks if name_of(pid) == f"phalanx-rank-{rank}"), 0)
+
+    def _last_words(self, case: Case, serving: Serving, code: int) -> list[str]:
+        if case.target == "front":
+            return [] if code == -SIGNAL[case.fault] else [f"it ended with exit code {code}"]
+        last = (serving.output.strip().splitlines() or [""])[-1]
+        who = rf"(Worker|Rank) {case.rank} on \S+" if case.rank is not None else "engine process"
+        told = re.match(f"error: .*{who}.*{DIED_OF[case.fault]}", last)
+        if code == 1 and told and "Traceback" not in serving.output:
+            return []
+        return [f"it ended with exit code {code} and these words:\n{serving.output[-1500:]}"]
 
 
 def _left(serving: Serving) -> list[str]:

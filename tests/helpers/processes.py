@@ -28,6 +28,13 @@ def images(pid: int) -> list[str]:
     return found
 
 
+def name_of(pid: int) -> str:
+    """Empty when it is gone."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).name()
+    return ""
+
+
 def gone_within(pid: int, seconds: float) -> bool:
     return wait_until(lambda: not alive(pid), seconds)
 

@@ -29,6 +29,7 @@ from tests.helpers.serving import SERVE, Serving
 
 RANK_POINTS = ("load", "step", "computed")
 ENGINE_POINTS = ("before_commit", "after_commit", "after_send", "recover")
+LOADING_S = 5.0
 DEEDS = ("kill", "stop", "abort", "segfault", "exit", "hold", "raise")
 OPTIONS = (
     "--dtype", "float32", "--kv-cache-memory-bytes", "8M", "--hang-timeout", "1", "--replacement-timeout", "2",
@@ -122,7 +123,8 @@ class World:
     def _faults(self) -> str:
         faults = [f"at={at},rank={rank}" for at in RANK_POINTS for rank in range(self.size)]
         faults += [f"at={at}" for at in ENGINE_POINTS]
-        return ";".join(f"{fault},do={do},file={self._file(fault, do)}" for fault in faults for do in DEEDS)
+        armed = [f"{fault},do={do},file={self._file(fault, do)}" for fault in faults for do in DEEDS]
+        return ";".join([*armed, f"at=load,do=sleep={LOADING_S},while={self.folder / 'long'}"])
 
     def _file(self, fault: str, do: str) -> Path:
         return self.folder / "faults" / f"{fault.replace('at=', '').replace(',rank=', '-')}-{do}"
@@ -134,6 +136,15 @@ class World:
     def armed(self) -> list[str]:
         """Faults that wait still."""
         return sorted(os.listdir(self.folder / "faults"))
+
+    @contextlib.contextmanager
+    def long_loads(self) -> Iterator[None]:
+        """Ranks that come to load in here take `LOADING_S` more."""
+        (self.folder / "long").touch()
+        try:
+            yield
+        finally:
+            (self.folder / "long").unlink()
 
     def disarm(self) -> None:
         for name in self.armed():

@@ -9,6 +9,7 @@ import pytest
 from phalanx import fault_point
 from phalanx.errors import ConfigError
 from phalanx.fault_point import Fault, InjectedFault, parse, reach, skippable
+from phalanx.step import Admission, SamplingState, StepPlan, pack
 
 
 def test_words():
@@ -75,6 +76,19 @@ def test_the_third_time_from_when_a_file_is_there(monkeypatch, tmp_path):
     reach("step")
     with pytest.raises(InjectedFault):
         reach("step")
+
+
+def test_at_steps_that_take_in_a_certain_prompt(monkeypatch):
+    monkeypatch.setattr(fault_point, "_faults", parse("at=step,prompt=7,do=raise"))
+    for plan in (None, StepPlan(0, 1), StepPlan(0, 2, [admission([1, 2, 7], prompt=2), admission([5], prompt=1)])):
+        reach("step", plan=plan)
+    for _ in range(2):
+        with pytest.raises(InjectedFault):
+            reach("step", plan=StepPlan(0, 3, [admission([5], prompt=1), admission([1, 7, 2], prompt=2)]))
+
+
+def admission(tokens, *, prompt):
+    return Admission(0, pack(tokens), prompt, 0, b"", SamplingState())
 
 
 def test_where_something_may_happen(monkeypatch):
