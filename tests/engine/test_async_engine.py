@@ -256,11 +256,15 @@ async def test_an_answer_whose_text_cannot_be_made_ends_alone(monkeypatch):
     client = EchoEngine(delay=0.001)
     engine = await start(client)
     others = [asyncio.create_task(text_of(engine.generate(p, params(max_tokens=60)))) for p in ("abc", "defg")]
-    text = ""
-    with pytest.raises(PhalanxError, match="failed inside Phalanx") as caught:
+    seen: list[str] = []
+
+    async def read() -> None:
         async for delta in engine.generate("hi X", params(max_tokens=60)):
-            text += delta.outputs[0].text
-    assert text == "hi "
+            seen.append(delta.outputs[0].text)
+
+    with pytest.raises(PhalanxError, match="failed inside Phalanx") as caught:
+        await read()
+    assert "".join(seen) == "hi "
     assert caught.value.status == 500 and isinstance(caught.value.__cause__, UnicodeError)
     await settle()
     assert client.status().running == 2  # its work is ended, theirs goes on
