@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from phalanx.config import EngineConfig
 from phalanx.errors import PhalanxError, UserError
-from phalanx.executor.base import LoadProgress
+from phalanx.executor.base import StartProgress
 
 Messages = list[dict[str, Any]]
 
@@ -43,7 +43,7 @@ class Partner(Protocol):
 class LocalPartner:
     """An engine on an event loop of its own, which goes on turning while the user types."""
 
-    def __init__(self, config: EngineConfig, progress: LoadProgress | None = None):
+    def __init__(self, config: EngineConfig, progress: StartProgress | None = None):
         """Loads the model. Raises UserError."""
         from phalanx.engine.async_engine import AsyncEngine
         from phalanx.engine.loop_thread import LoopThread

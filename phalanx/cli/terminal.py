@@ -42,12 +42,12 @@ class Loading:
             self._bars.start()
         return self
 
-    def __call__(self, phase: str, share: float) -> None:
+    def __call__(self, phase: str, share: float, behind: str = "") -> None:
         if self._bars is None:
             return
         if phase not in self._tasks:
             self._tasks[phase] = self._bars.add_task(phase, total=1.0)
-        self._bars.update(self._tasks[phase], completed=min(share, 1.0))
+        self._bars.update(self._tasks[phase], completed=min(share, 1.0), description=f"{phase} {behind}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -32,7 +32,7 @@ from phalanx.engine.input_processor import InputProcessor, check_text
 from phalanx.engine.output_processor import OutputProcessor
 from phalanx.engine.request_stream import RequestStream
 from phalanx.errors import ConfigError, Draining, EngineDead, Loading
-from phalanx.executor.base import LoadProgress
+from phalanx.executor.base import StartProgress
 from phalanx.outputs import RequestOutput
 from phalanx.sampling_params import SamplingParams, StructuredOutputs
 
@@ -96,7 +96,7 @@ class AsyncEngine:
         self._grammars: GrammarCompiler | None = None
         self._grammars_lock = threading.Lock()
 
-    async def start(self, progress: LoadProgress | None = None) -> EngineInfo:
+    async def start(self, progress: StartProgress | None = None) -> EngineInfo:
         """Load the model. `progress` is called on the event loop. Raises UserError; then nothing is left running."""
         self._started = True
         try:
@@ -120,7 +120,7 @@ class AsyncEngine:
         self._state = "ready"
         return self.info
 
-    async def _start_process(self, progress: LoadProgress | None) -> EngineInfo:
+    async def _start_process(self, progress: StartProgress | None) -> EngineInfo:
         from phalanx.engine.engines import Engines
 
         engines = self._engines = Engines(self.config, self.checkpoint, progress=progress, renewed=self._renewed)

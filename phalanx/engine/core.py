@@ -50,7 +50,7 @@ from phalanx.engine.engine import Engine
 from phalanx.engine.parent import end_with_parent
 from phalanx.engine.resolution import sharer, splitter
 from phalanx.errors import EngineDead, PhalanxError
-from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied
+from phalanx.executor.base import CacheLayout, StartProgress, WorkerDied
 from phalanx.executor.choose import make_executor
 from phalanx.executor.kept_image import Line
 from phalanx.logging import configure
@@ -74,7 +74,7 @@ _TORCH_ENOMEM = "can't allocate memory"
 def open_engine(
     config: EngineConfig,
     name: str,
-    progress: LoadProgress | None = None,
+    progress: StartProgress | None = None,
     *,
     supervisor: SupervisorProcess | None = None,
     life: int = 1,
@@ -298,13 +298,13 @@ def _load(
     """Open the engine and tell the front end. None when it could not be opened; the front end knows why."""
     last = ("", 0.0)
 
-    def progress(phase: str, share: float) -> None:
+    def progress(phase: str, share: float, behind: str) -> None:
         nonlocal last
         heartbeat.progress += 1
         now = time.monotonic()
         if phase != last[0] or share >= 1.0 or now - last[1] >= 0.05:
             last = (phase, now)
-            channel.send(Progress(phase, share))
+            channel.send(Progress(phase, share, behind))
 
     try:
         with Heartbeat(channel) as heartbeat:

@@ -73,6 +73,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
     phase: str
     share: float
+    behind: str
+    """As `executor.base.StartProgress`."""
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):

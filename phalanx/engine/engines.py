@@ -26,7 +26,7 @@ from phalanx.engine.router import Router
 from phalanx.engine.routing import make_routing
 from phalanx.engine.scheduling import make_policy
 from phalanx.errors import EngineDead
-from phalanx.executor.base import LoadProgress
+from phalanx.executor.base import StartProgress
 from phalanx.layout_rules import check_replicas
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Engines:
         config: EngineConfig,
         checkpoint: Checkpoint | None = None,
         *,
-        progress: LoadProgress | None = None,
+        progress: StartProgress | None = None,
         renewed: Callable[[EngineInfo], None] = lambda info: None,
     ):
         self.config = config
@@ -110,7 +110,7 @@ class Engines:
             door.close()
 
 
-def reporting(progress: LoadProgress | None, closed: Callable[[], bool]) -> Callable[[str, int, int], None]:
+def reporting(progress: StartProgress | None, closed: Callable[[], bool]) -> Callable[[str, int, int], None]:
     """For a thread that fetches files: it ends by an error once `closed`, `progress` is called on this event loop."""
     loop = asyncio.get_running_loop()
 
@@ -118,7 +118,7 @@ def reporting(progress: LoadProgress | None, closed: Callable[[], bool]) -> Call
         if closed():
             raise EngineDead("The engine was closed while it was fetching the model.")
         if progress is not None:
-            loop.call_soon_threadsafe(progress, "download", done / total if total else 0.0)
+            loop.call_soon_threadsafe(progress, "download", done / total if total else 0.0, "")
 
     return report
 

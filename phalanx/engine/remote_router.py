@@ -35,7 +35,7 @@ from phalanx.engine.far_router import FarRouter
 from phalanx.engine.front_messages import Alive, Counted, Drain, Leaving, Tell, decode_to_server
 from phalanx.engine.remote_link import Join, Refused, SealedStream, call, decode_greeting, join_key
 from phalanx.errors import ConfigError, EngineDead, InvalidRequest, PhalanxError, QueueFull
-from phalanx.executor.base import LoadProgress
+from phalanx.executor.base import StartProgress
 from phalanx.executor.survey import text_survey, text_versions
 from phalanx.layout_texts import split_address
 from phalanx.metrics.counts import Counts, lasting
@@ -438,7 +438,7 @@ class RemoteEngines:
         config: EngineConfig,
         *,
         say: Callable[[str], None],
-        progress: LoadProgress,
+        progress: StartProgress,
         renewed: Callable[[EngineInfo], None],
     ):
         self.config = config

@@ -44,7 +44,7 @@ from phalanx.engine.frames import FrameStream
 from phalanx.engine.mailboxes import Mailboxes
 from phalanx.engine.patience import LOOK_S, Patience
 from phalanx.errors import Draining, EngineDead
-from phalanx.executor.base import LoadProgress
+from phalanx.executor.base import StartProgress
 from phalanx.executor.death import MemoryKills, describe
 from phalanx.executor.kept_image import KeptImage, socket_pair
 
@@ -66,7 +66,7 @@ class Replica:
     def __init__(
         self,
         *,
-        progress: LoadProgress | None = None,
+        progress: StartProgress | None = None,
         life: int = 1,
         number: int = 0,
         door: socket.socket | None = None,
@@ -184,7 +184,7 @@ class Replica:
             if isinstance(message, Beat) and self._start is not None:  # from the first one on they come steadily
                 patience = max(_LOADING_SILENCE_S, 1.5 * self._start.config.recovery.hang_timeout)
             if isinstance(message, Progress) and self._progress is not None:
-                self._progress(message.phase, message.share)
+                self._progress(message.phase, message.share, message.behind)
 
     async def _send(self, message: Submit) -> None:
         if self._stream is not None:

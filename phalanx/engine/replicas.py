@@ -16,8 +16,9 @@ from functools import partial
 
 from phalanx.config import EngineConfig, ParallelConfig
 from phalanx.engine.replica import Replica
-from phalanx.executor.base import LoadProgress
+from phalanx.executor.base import StartProgress
 from phalanx.executor.kept_image import KeptImage
+from phalanx.executor.progress import in_words
 
 
 class Replicas:
@@ -28,7 +29,7 @@ class Replicas:
         self,
         config: ParallelConfig,
         *,
-        progress: LoadProgress | None = None,
+        progress: StartProgress | None = None,
         doors: Mapping[int, socket.socket] | None = None,
     ):
         self._config = config
@@ -41,7 +42,7 @@ class Replicas:
         self.first = [self._new(n, None if shared is None else partial(shared, n)) for n in range(len(self._places))]
         """Those that begin; `spawn` and `configure` are for them."""
 
-    def _new(self, number: int, progress: LoadProgress | None = None, life: int = 1) -> Replica:
+    def _new(self, number: int, progress: StartProgress | None = None, life: int = 1) -> Replica:
         cores, threads = self._places[number]
         door = self._doors.get(number)
         return Replica(
@@ -94,17 +95,18 @@ def _places(count: int, *, here: bool) -> list[tuple[tuple[int, ...], int]]:
 class SharedProgress:
     """One progress of several that load at the same time: the phase that not all have passed, and the mean share."""
 
-    def __init__(self, report: LoadProgress, count: int):
+    def __init__(self, report: StartProgress, count: int):
         self._report = report
         self._phases: list[str] = []
         """In the order in which they were first seen, which is that of each."""
         self._at = [(-1, 0.0)] * count
 
-    def __call__(self, number: int, phase: str, share: float) -> None:
+    def __call__(self, number: int, phase: str, share: float, behind: str) -> None:
         """What one says."""
         if phase not in self._phases:
             self._phases.append(phase)
         self._at[number] = (self._phases.index(phase), share)
         last = max(0, min(position for position, _ in self._at))
         shares = [min(1.0, max(0.0, own)) if at == last else float(at > last) for at, own in self._at]
-        self._report(self._phases[last], sum(shares) / len(shares))
+        words = behind if len(shares) == 1 else in_words("replica", dict(enumerate(shares)))
+        self._report(self._phases[last], sum(shares) / len(shares), words)

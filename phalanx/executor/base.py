@@ -101,14 +101,16 @@ class NoCapacity(WorkerDied):
 
 
 LoadProgress = Callable[[str, float], None]
-"""Called with a phase ("weights", "kv cache", "warm-up") and the share of it that is done, 0 to 1."""
+"""Of one rank: called with a phase ("weights", "kv cache", "warm-up") and the share of it that is done, 0 to 1."""
+StartProgress = Callable[[str, float, str], None]
+"""Of all: with the phase, the share, and which ranks are how far, in words; empty for one."""
 
 
 class Executor(Protocol):
     max_in_flight: int
     """Plans that may be submitted before the first result is collected (1, or the number of pipeline stages)."""
 
-    def start(self, config: EngineConfig, progress: LoadProgress | None = None) -> CacheLayout:
+    def start(self, config: EngineConfig, progress: StartProgress | None = None) -> CacheLayout:
         """Load the model and allocate the cache; epoch 0 begins. `config` is resolved. Raises UserError, WorkerDied."""
         ...
 

@@ -29,7 +29,7 @@ from phalanx.config import EngineConfig
 from phalanx.distributed.transports.abort import Abort, GroupBroken
 from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.errors import CheckpointError, ConfigError, NotEnoughMemory, PhalanxError, UserError
-from phalanx.executor.base import CacheLayout, LoadProgress, NoCapacity, WorkerDied, WorkerStatus
+from phalanx.executor.base import CacheLayout, NoCapacity, StartProgress, WorkerDied, WorkerStatus
 from phalanx.executor.blame import failure
 from phalanx.executor.deadlines import Awaited, Bounds, Verdict, Vigil, asks_every, join_bound
 from phalanx.executor.death import kind_of
@@ -128,7 +128,7 @@ class HubExecutor:
 
     # -- the executor's five methods
 
-    def start(self, config: EngineConfig, progress: LoadProgress | None = None) -> CacheLayout:
+    def start(self, config: EngineConfig, progress: StartProgress | None = None) -> CacheLayout:
         """As `Executor.start`. Everything it started is gone again when it raises."""
         if self._watch is not None:
             raise RuntimeError("the executor has been started already")

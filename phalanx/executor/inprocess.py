@@ -15,7 +15,7 @@ import msgspec
 
 from phalanx.config import EngineConfig
 from phalanx.distributed.pulse import Pulse
-from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied, WorkerStatus
+from phalanx.executor.base import CacheLayout, StartProgress, WorkerDied, WorkerStatus
 from phalanx.fault_point import reach
 from phalanx.step import StepPlan, StepResult
 
@@ -35,7 +35,7 @@ class InProcessExecutor:
         """When it was last ready: measuring takes milliseconds, and the engine asks twenty times a second."""
         self._pulse = Pulse()
 
-    def start(self, config: EngineConfig, progress: LoadProgress | None = None) -> CacheLayout:
+    def start(self, config: EngineConfig, progress: StartProgress | None = None) -> CacheLayout:
         """As `Executor.start`. Raises UserError; a worker that breaks while starting raises what broke it."""
         from phalanx.worker.worker import open_worker
 
@@ -46,13 +46,13 @@ class InProcessExecutor:
             if phase == "weights" and 0.5 < share < 1.0:
                 reach("fill", rank=0, life=self._life)
             if progress is not None:
-                progress(phase, share)
+                progress(phase, share, "")
 
         worker = open_worker(config, pulse=self._pulse, weights=self._weights, keeper=self._keeper)
         try:
             reach("load", rank=0, life=self._life)
             worker.load(loading)
-            layout = worker.allocate(progress)
+            layout = worker.allocate(loading)
         except BaseException:
             worker.close()
             raise

@@ -11,7 +11,7 @@ _REDRAW_S = 0.1
 
 
 class LoadingLine:
-    """A `LoadProgress` callback. `finish` leaves the cursor on a new line."""
+    """A `StartProgress` callback. `finish` leaves the cursor on a new line."""
 
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream if stream is not None else sys.stderr
@@ -21,25 +21,26 @@ class LoadingLine:
         self._drawn = 0.0
         self._open = False
 
-    def __call__(self, phase: str, share: float) -> None:
+    def __call__(self, phase: str, share: float, behind: str = "") -> None:
         share = min(max(share, 0.0), 1.0)
+        said = f"{share:.0%} ({behind})" if behind else f"{share:.0%}"
         if phase != self._phase:
             self.finish()
             self._phase, self._quarter, self._drawn = phase, -1, 0.0
         if self._rewrites:
-            self._draw(share)
+            self._draw(share, said)
         elif int(share * 4) > self._quarter:
             self._quarter = int(share * 4)
-            print(f"loading: {phase} {share:.0%}", file=self._stream, flush=True)
+            print(f"loading: {phase} {said}", file=self._stream, flush=True)
 
-    def _draw(self, share: float) -> None:
+    def _draw(self, share: float, said: str) -> None:
         now = time.monotonic()
         if share < 1.0 and now - self._drawn < _REDRAW_S:
             return
         self._drawn, self._open = now, True
         filled = round(_WIDTH * share)
         bar = "█" * filled + "░" * (_WIDTH - filled)
-        print(f"\r{self._phase:<12} {bar} {share:4.0%}", end="", file=self._stream, flush=True)
+        print(f"\r{self._phase:<12} {bar} {said}\x1b[K", end="", file=self._stream, flush=True)
 
     def finish(self) -> None:
         if self._open:

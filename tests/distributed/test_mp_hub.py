@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import time
 
 import pytest
 
+from phalanx import env
 from phalanx.config import EngineConfig
 from phalanx.distributed.address import Address, node_id
 from phalanx.distributed.mesh import Mesh
@@ -26,7 +28,7 @@ from phalanx.step import StepPlan
 from tests.helpers.fake_ranks import FakeLauncher, FakeRank
 from tests.helpers.plans import Run, admission, answer, plan
 from tests.helpers.processes import wait_until
-from tests.helpers.rank_processes import launcher, mp_executor
+from tests.helpers.rank_processes import launcher, mp_executor, pids
 from tests.helpers.unix_calls import connect
 from tests.helpers.worker_model import engine_config
 
@@ -228,10 +230,32 @@ def test_versions_that_differ_are_named(executor, config, monkeypatch):
 
 def test_progress_is_that_of_all_ranks(executor, config):
     seen: list[tuple[str, float]] = []
-    executor.start(config, lambda phase, share: seen.append((phase, share)))
+    executor.start(config, lambda phase, share, _: seen.append((phase, share)))
     assert list(dict.fromkeys(phase for phase, _ in seen)) == ["weights", "kv cache", "warm-up"]
     assert seen == sorted(seen, key=lambda entry: (["weights", "kv cache", "warm-up"].index(entry[0]), entry[1]))
     assert [entry for entry in seen if entry[1] >= 1.0] == [("weights", 1.0), ("kv cache", 1.0), ("warm-up", 1.0)]
+
+
+def test_ranks_load_at_the_same_time(config, tmp_path):
+    """While one stands still before its first weight, the other one comes to its last."""
+    now = tmp_path / "now"
+    now.touch()
+    with (
+        env.changed(PHALANX_FAULT=f"at=load,rank=0,do=stop,file={now}"),
+        contextlib.closing(multiprocess.SupervisorProcess(zygote=True)) as own,
+    ):
+        executor = mp_executor(own, Mesh(tp=2))
+        seen: list[tuple[float, str]] = []
+
+        def look(phase: str, share: float, behind: str) -> None:
+            seen.append((share, behind))
+            if seen[-1] == (0.5, "rank 0 0%, rank 1 100%"):
+                os.kill(pids(executor)[0], signal.SIGCONT)
+
+        executor.start(config, look)
+        executor.close()
+    assert (0.5, "rank 0 0%, rank 1 100%") in seen
+    assert not now.exists()
 
 
 class TestCores:

@@ -315,7 +315,7 @@ class TestLife:
 
     def test_progress_goes_from_nothing_to_all(self, fresh, model):
         seen: dict[str, list[float]] = {}
-        fresh.start(engine_config(model), lambda phase, share: seen.setdefault(phase, []).append(share))
+        fresh.start(engine_config(model), lambda phase, share, _: seen.setdefault(phase, []).append(share))
         assert list(seen) == ["weights", "kv cache", "warm-up"]
         for shares in seen.values():
             assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0) and min(shares) >= 0

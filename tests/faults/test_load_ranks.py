@@ -81,7 +81,7 @@ class TestKilledWhileStarting:
         executor = mp_executor(supervisor, Mesh(pp=2))
         killed = []
 
-        def progress(name: str, share: float) -> None:
+        def progress(name: str, *_) -> None:
             if name == phase and not killed:
                 killed.append(time.monotonic())
                 os.kill(pids(executor)[1], signal.SIGKILL)
@@ -210,7 +210,7 @@ def test_out_of_memory_is_told_apart_with_the_limit(supervisor, tmp_path, group)
         if rank == 1:
             stays.append(pid)
 
-    def progress(phase: str, share: float) -> None:
+    def progress(*_) -> None:
         """It has found that there is enough. It stands still for a moment, or it would use more than it may then."""
         if stays:
             old = ("memory.limit_in_bytes", "memory.usage_in_bytes")

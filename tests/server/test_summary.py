@@ -121,6 +121,17 @@ def test_progress_without_a_terminal_is_a_few_lines() -> None:
     ]  # fmt: skip
 
 
+def test_progress_says_which_ranks_are_how_far() -> None:
+    stream, terminal = io.StringIO(), Terminal()
+    for each in (stream, terminal):
+        line = LoadingLine(each)
+        line("weights", 0.63, "rank 0 80%, rank 1 46%")
+        line.finish()
+    assert stream.getvalue() == "loading: weights 63% (rank 0 80%, rank 1 46%)\n"
+    assert "63% (rank 0 80%, rank 1 46%)" in terminal.getvalue()
+    assert len(terminal.getvalue().partition("\x1b")[0]) < 80
+
+
 def test_progress_on_a_terminal_is_one_line_a_phase() -> None:
     stream = Terminal()
     line = LoadingLine(stream)

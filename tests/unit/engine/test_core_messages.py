@@ -87,7 +87,7 @@ def test_the_end_of_the_peer_is_noticed(pair):
         struct.pack(">I", messages.MAX_FRAME + 1),
         struct.pack(">I", 3) + b"abc",
         struct.pack(">I", 1) + b"\xc1",
-        messages.frame(messages.Progress("x", 0.0)),  # of the other direction
+        messages.frame(messages.Progress("x", 0.0, "")),  # of the other direction
         struct.pack(">I", 0),
     ],
 )

@@ -16,15 +16,27 @@ PHASES = ("weights", "kv cache", "warm-up")
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=200))
 def test_progress_never_goes_back_and_ends_with_the_last(order) -> None:
     seen: list[tuple[int, float]] = []
-    shared = SharedProgress(lambda phase, share: seen.append((PHASES.index(phase), share)), 4)
+    shared = SharedProgress(lambda phase, share, _: seen.append((PHASES.index(phase), share)), 4)
     at = [0] * 4
     steps = [(phase, share / 4) for phase in PHASES for share in range(5)]
     for number in [*order, *(n for n in range(4) for _ in steps)]:
         if at[number] < len(steps):
-            shared(number, *steps[at[number]])
+            shared(number, *steps[at[number]], "")
             at[number] += 1
     assert seen == sorted(seen)
     assert seen[-1] == (2, 1.0)
+
+
+def test_progress_says_who_is_how_far() -> None:
+    seen: list[tuple[str, float, str]] = []
+    alone = SharedProgress(lambda *told: seen.append(told), 1)
+    alone(0, "weights", 0.5, "rank 0 80%, rank 1 20%")
+    several = SharedProgress(lambda *told: seen.append(told), 2)
+    several(1, "weights", 0.5, "rank 0 80%, rank 1 20%")
+    assert seen == [
+        ("weights", 0.5, "rank 0 80%, rank 1 20%"),
+        ("weights", 0.25, "replica 0 0%, replica 1 50%"),
+    ]
 
 
 def test_the_only_one_is_not_pinned() -> None:
