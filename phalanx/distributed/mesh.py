@@ -4,7 +4,8 @@
 
 so the ranks of a tensor group are neighbours. Pipeline stages may have tensor groups of different widths
 (`stage_tp`); ranks are then counted in the same order, with each stage's own width. The groups of one kind cut the
-world into disjoint sets, and two groups of different kinds meet in exactly one rank or none.
+world into disjoint sets, and two groups of different kinds meet in exactly one rank or none. Expert parallelism is no
+axis but a view of these (`experts`).
 """
 
 from __future__ import annotations
@@ -105,3 +106,8 @@ class Mesh:
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of one kind, by their lowest rank."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.world_size)}))
+
+    def experts(self, rank: int) -> tuple[int, ...]:
+        """Whom the experts of a layer may be dealt out to: all ranks of `rank`'s stage, over the other axes."""
+        stage = self.place(rank).pp
+        return tuple(other for other in range(self.world_size) if self.place(other).pp == stage)

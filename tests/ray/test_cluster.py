@@ -17,15 +17,17 @@ from typing import Any
 import psutil
 import pytest
 
+from phalanx import env
 from phalanx.config import EngineConfig
 from phalanx.distributed.mesh import Mesh
-from phalanx.engine.resolution import splitter
+from phalanx.engine.resolution import _with_ray, splitter
 from phalanx.errors import ConfigError
 from phalanx.executor.base import WorkerDied
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.ray import RayLauncher
 from phalanx.executor.ray_places import RayPlaces
+from phalanx.executor.ray_session import is_running
 from phalanx.executor.seating import Choose
 from tests.helpers.one_request import PROMPT, generate
 from tests.helpers.plans import GREEDY
@@ -140,6 +142,14 @@ class TestPlacement:
 
     def test_ranks_that_take_nothing_may_go_anywhere(self, cluster, placed):
         assert set(placed(Mesh(tp=3), num_cpus_per_worker=0)) == {cluster.head}
+
+
+@pytest.mark.parametrize(("address", "found"), [(None, True), ("127.0.0.1:9", False), ("ray://127.0.0.1:9", False)])
+def test_ranks_on_several_nodes_are_rays_where_a_cluster_runs(cluster, address, found):
+    config = EngineConfig.from_options(nnodes=2, tensor_parallel_size=2)
+    with env.changed(RAY_ADDRESS=address or cluster.address):
+        assert is_running() == found
+        assert _with_ray(config).parallel.distributed_executor_backend == ("ray" if found else None)
 
 
 class TestNoRoom:

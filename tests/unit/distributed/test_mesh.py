@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,7 +12,11 @@ from hypothesis import strategies as st
 from phalanx.distributed.mesh import AXES, Mesh
 
 sizes = st.integers(1, 3)
-meshes = st.builds(Mesh, dp=sizes, pp=sizes, cp=sizes, tp=sizes)
+even = st.builds(Mesh, dp=sizes, pp=sizes, cp=sizes, tp=sizes)
+uneven = st.builds(
+    lambda dp, cp, widths: replace(Mesh.of_widths(widths), dp=dp, cp=cp), sizes, sizes, st.lists(sizes, min_size=2)
+)
+meshes = even | uneven
 
 
 @given(meshes)
@@ -29,14 +34,28 @@ def test_groups(mesh: Mesh) -> None:
     for axis in AXES:
         groups = mesh.groups(axis)
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
-        assert all(len(group) == getattr(mesh, axis) for group in groups)
         for rank in range(mesh.world_size):
-            assert mesh.group(axis, rank)[getattr(mesh.place(rank), axis)] == rank
+            place, group = mesh.place(rank), mesh.group(axis, rank)
+            line = [replace(place, **{axis: i}) for i in range(getattr(mesh, axis))]
+            assert [mesh.place(member) for member in group] == [each for each in line if mesh.has(each)]
+            assert rank in group
     for first, second in product(AXES, AXES):
         if first < second:
             for rank in range(mesh.world_size):
                 assert set(mesh.group(first, rank)) & set(mesh.group(second, rank)) == {rank}
             assert all(len(set(a) & set(b)) <= 1 for a in mesh.groups(first) for b in mesh.groups(second))
+
+
+@given(meshes)
+@settings(max_examples=30, deadline=None)
+def test_experts_are_dealt_out_over_a_stage(mesh: Mesh) -> None:
+    for rank in range(mesh.world_size):
+        experts = mesh.experts(rank)
+        assert len(experts) == mesh.dp * mesh.cp * mesh.widths[mesh.place(rank).pp]
+        reached = {rank}
+        for axis in ("tp", "cp", "dp"):
+            reached |= {other for each in reached for other in mesh.group(axis, each)}
+        assert set(experts) == reached
 
 
 def test_rank_order() -> None:
