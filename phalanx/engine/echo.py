@@ -145,7 +145,12 @@ class EchoEngine:
 
     async def lost(self) -> EngineLost:
         await self._gone.wait()
-        return EngineLost(f"The engine is gone: {self._status.cause}.", self._status.cause or "", kind="killed")
+        return self._loss()
+
+    def _loss(self) -> EngineLost:
+        """Noticed at once."""
+        cause = self._status.cause or ""
+        return EngineLost(f"The engine is gone: {cause}.", cause, kind="killed", silent=0.0)
 
     def status(self) -> EngineStatus:
         self._status.running = len(self._running)
@@ -174,7 +179,7 @@ class EchoEngine:
         if self._tokens_left is not None and self._tokens_left <= 0 and self._status.state != "failed":
             self.die("its tokens are used up")
         if self._status.state == "failed":
-            raise EngineLost(f"The engine is gone: {self._status.cause}.", self._status.cause or "", kind="killed")
+            raise self._loss()
 
 
 def _certain(token: int, alternatives: int) -> TokenLogprobs:

@@ -164,6 +164,8 @@ async def test_metrics_of_a_recovery(quick: None) -> None:
             'phalanx:worker_failures_total{kind="killed",model_name="echo"} 1.0',
             'phalanx:worker_failures_total{kind="hung",model_name="echo"} 0.0',
             'phalanx:recoveries_total{model_name="echo",plan="restart"} 1.0',
+            'phalanx:failure_detection_seconds_count{model_name="echo"} 1.0',
+            'phalanx:failure_detection_seconds_sum{model_name="echo"} 0.0',
             'phalanx:recovery_reload_seconds_count{model_name="echo"} 1.0',
             'phalanx:recovery_first_token_seconds_count{model_name="echo"} 1.0',
             'phalanx:requests_resumed_total{model_name="echo"} 1.0',

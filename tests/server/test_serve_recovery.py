@@ -148,6 +148,11 @@ def test_the_loss_of_a_rank_is_two_lines_of_the_log(model: Path, pace: Pace) -> 
         serve.until(r"Recovered in .*: rank 1 was started again", 30)
         log = re.findall(r"^\d{4}-\d\d-\d\d \S+ ([A-Z]+) \[engine\] (\w+)", serve.output, re.MULTILINE)
         assert log == [("WARNING", "Rank"), ("WARNING", "Recovered")]
+        (recovery,) = httpx.get(f"{base}/status").json()["recoveries"]
+        metrics = httpx.get(f"{base}/metrics").text
+        (measured,) = re.findall(r"^phalanx:failure_detection_seconds_sum\{.*\} (\S+)$", metrics, re.MULTILINE)
+        assert float(measured) == pytest.approx(recovery["detection_s"])
+        assert 0 < recovery["detection_s"] < 0.5
 
 
 def test_without_recovery_a_loss_ends_all_streams_and_health_says_so(model: Path, pace: Pace) -> None:

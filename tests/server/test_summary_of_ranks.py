@@ -52,6 +52,11 @@ def test_a_server_of_two_ranks(layout, line, kv_bytes, heads, binding, tmp_path)
     assert f"Layout: {line}, executor mp" in text
     table = re.findall(r"^(?:Memory: )? +\d +\S+ +cpu +\d+-\d+ +(\d) ", text, re.MULTILINE)
     assert table == heads
+    stages = re.findall(
+        r"^Stages, measured: a token takes (.+) ms in layers 0-11, (.+) ms in layers 11-30\.$", text, re.M
+    )
+    assert len(stages) == (layout[0] == "-pp")  # of two, where there are stages
+    assert all(float(seconds) > 0 for times in stages for seconds in times)
     assert re.search(rf"^Binding device: rank {binding} \(cpu\)", text, re.MULTILINE)
     plan = subprocess.run(
         [sys.executable, "-m", "phalanx.cli.main", "plan", *OPTIONS, *layout],
