@@ -19,10 +19,13 @@ from phalanx.executor.base import WorkerDied
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.multiprocess import SupervisorLauncher
+from phalanx.kernels.library import native
 from phalanx.worker.limits import host_memory
 from tests.helpers.plans import Run, admission, answer, plan
 from tests.helpers.processes import alive, gone_within, wait_until
 from tests.helpers.rank_processes import launcher, mp_executor, pids, requests, serve, start_engine, undisturbed
+from tests.helpers.tiny_gguf import in_blocks
+from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.worker_model import engine_config
 
 LAYOUTS = {
@@ -35,6 +38,11 @@ LAYOUTS = {
     "tp2 pp2": (Mesh(tp=2, pp=2), {"stage_layers": (2, 1)}),
     "2 and 1": (Mesh.of_widths((2, 1)), {}),
     "1 and 3": (Mesh.of_widths((1, 3)), {}),
+}
+TYPES = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "blocks": {"dtype": "bfloat16", "quantization": "gguf"},
+    "int8 cache": {"dtype": "bfloat16", "quantization": "gguf", "kv_cache_dtype": "int8"},
 }
 WANTED = requests(7)
 
@@ -145,6 +153,26 @@ class TestKilled:
         assert [a == b for a, b in zip(before, after, strict=True)] == [r != rank for r in range(3)]
         assert engine.status().epoch == 1 and engine.status().state == "ready"
         assert launcher(executor).started == [0, 1, 2, rank]
+
+    @pytest.mark.recovery
+    @pytest.mark.parametrize("kind", TYPES)
+    def test_in_every_type(self, supervisor, kind, tmp_path):
+        """As the same ranks answer undisturbed: with one rank, sums have another order."""
+        if native() is None:
+            pytest.skip("PyTorch's products depend on what else is computed")
+        model, options = write_tiny_model(tmp_path / "model"), TYPES[kind]
+        if options.get("quantization") == "gguf":
+            model = in_blocks(model, tmp_path / "blocks")
+        executor = mp_executor(supervisor, Mesh(tp=2))
+        engine = start_engine(executor, engine_config(model, **options))
+        try:
+            wanted = serve(engine, WANTED)
+            before = pids(executor)
+            killed = serve(engine, WANTED, lambda steps, _: os.kill(before[1], signal.SIGKILL) if steps == 12 else None)
+            assert engine.status().epoch == 1
+        finally:
+            engine.close()
+        assert (killed.tokens, killed.errors) == (wanted.tokens, {})
 
     @pytest.mark.recovery
     def test_again_and_again(self, engine_of, expected):

@@ -59,6 +59,12 @@ def to_gguf(folder: Path, kind: str, out: Path, kinds: Callable[[str], str] | No
     return path, twin
 
 
+def in_blocks(model: Path, out: Path) -> Path:
+    """A GGUF file of the tiny model in blocks of 4 and 8 bits; the matrices whose rows are not whole blocks stay."""
+    kinds = {"attn_output": "F32", "ffn_down": "F32", "token_embd": "Q8_0"}
+    return to_gguf(model, "F32", out, lambda name: kinds.get(name.split(".")[-2], "Q4_0"))[0]
+
+
 def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     try:
         return gguf.quants.quantize(values, kind)
@@ -120,7 +126,7 @@ def write_metadata(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any]) -
         writer.add_layer_norm_eps(config["layer_norm_epsilon"])
         return
     writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["layer_norm_epsilon"])
-    rope = config.get("rope_parameters") or {"rope_theta": config.get("rotary_emb_base")}
+    rope = config.get("rope_parameters") or {"rope_theta": config.get("rope_theta") or config.get("rotary_emb_base")}
     if arch == "gemma3":
         writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope["full_attention"]
