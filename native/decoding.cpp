@@ -1,8 +1,11 @@
-// A step in which each request computes its last token and samples the next one: from the table of requests to the tokens,
-// with nothing but pauses and waits between. Rows that need anything else are not begun; phalanx/worker/model_runner.py is
-// the twin, with which the others of a group may compute the same step: the exchanges are the same.
+// A step in which each request computes its last token, and tokens proposed behind it, and samples after each: from the
+// table of requests to the tokens, with nothing but pauses and waits between. Rows that need anything else are not begun;
+// phalanx/worker/model_runner.py is the twin, with which the others of a group may compute the same step: the exchanges
+// are the same.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -85,23 +88,24 @@ class Decoding {
   // Change the table by a plan's rows, and take from it what they compute. False, and nothing is changed, when they are
   // not what is played here. `exchange` is with the ranks that have the other shares; null: there are none. It, the table
   // and the columns stay where they are until the end.
-  bool begin(Address table, Address sampling, const nb::bytes& slots, const nb::bytes& counts, const nb::bytes& last,
-             const nb::bytes& block_rows, const nb::bytes& blocks, Exchange* exchange) {
+  bool begin(Address table, Address sampling, const nb::tuple& plan_rows, Exchange* exchange) {
     table_ = at_address<RequestTable>(table);
     sampling_ = at_address<SamplingColumns>(sampling);
-    const PlanRows rows(slots, counts, last, block_rows, blocks);
+    const PlanRows rows(plan_rows);
+    const std::size_t places = rows.size() + rows.proposed.tokens.size();
     samples_ = vocab_ > 0;
-    if (rows.size() == 0 || rows.size() > most_ || !rows.can_advance(*table_)) return false;
+    if (rows.size() == 0 || places > most_ || !rows.can_advance(*table_)) return false;
     for (std::size_t i = 0; i < rows.size(); ++i) {
       const std::size_t slot = rows.slots[i];
-      const std::int64_t length = table_->length[slot] + (rows.last[i] != kNoToken);
-      if (rows.counts[i] != 1 || table_->computed[slot] + 1 != length || !sampling_->simple[slot]) return false;
+      const std::int64_t computed = table_->computed[slot] + rows.accepted.count(i);
+      const std::int64_t length = table_->length[slot] + rows.accepted.count(i) + (rows.last[i] != kNoToken);
+      if (rows.counts[i] != 1 || computed + 1 != length || !sampling_->simple[slot]) return false;
       if (exchange && sampling_->draws(slot) && sampling_->narrows(slot, table_->vocab)) samples_ = false;
     }
-    if (exchange && !(exchange->takes(rows.size() * hidden_ * item()) && exchange->takes(rows.size() * kMostTold)))
-      return false;
+    if (exchange && !(exchange->takes(places * hidden_ * item()) && exchange->takes(places * kMostTold))) return false;
+    if (vocab_ > 0 && !samples_ && places > rows.size()) return false;  // the twin verifies what it samples
     rows.advance(*table_);
-    gather(rows.slots);
+    gather(rows);
     step_.exchange = exchange;
     return true;
   }
@@ -120,63 +124,76 @@ class Decoding {
       }
     }
     if (samples_ && step_.exchange) hear();
-    for (std::size_t i = 0; i < slots_.size(); ++i) {
-      ++table_->computed[slots_[i]];
-      if (samples_) table_->sampled[slots_[i]] = tokens_[i];
-    }
+    for (const std::uint16_t slot : slots_) ++table_->computed[slot];
+    if (samples_) verify();
     return {0, 0, Reel::Stop::end};
   }
 
-  // int32, of each row; kNoToken where the scores are not finite numbers. None where the table has none.
-  nb::bytes tokens() const { return nb::bytes(tokens_.data(), samples_ ? tokens_.size() * sizeof(tokens_[0]) : 0); }
+  // uint16 and int32: slots, and the tokens that stand, of each row one and one after each proposed token that was sampled
+  // in its place; kNoToken where the scores are not finite numbers. No tokens, and each slot once, where none are sampled.
+  std::pair<nb::bytes, nb::bytes> tokens() const {
+    return {nb::bytes(slots_.data(), slots_.size() * sizeof(slots_[0])),
+            nb::bytes(tokens_.data(), samples_ ? tokens_.size() * sizeof(tokens_[0]) : 0)};
+  }
 
  private:
-  static constexpr std::int64_t kMostTold = 5 * 4;  // bytes of a row
+  static constexpr std::int64_t kMostTold = 5 * 4;  // bytes of a place
+
+  // Where a token is sampled: behind a request's own tokens and `ahead` of those proposed.
+  struct Place {
+    std::size_t slot;
+    std::int64_t ahead;
+  };
 
   std::size_t item() const { return static_cast<Type>(type_) == Type::bf16 ? 2 : 4; }
 
-  void gather(const std::vector<std::uint16_t>& slots) {
-    const std::size_t rows = slots.size();
+  void gather(const PlanRows& rows) {
     const std::int64_t size = table_->block_size;
-    slots_.assign(slots.begin(), slots.end());
-    std::int64_t width = 1;
-    for (const std::size_t slot : slots_) width = std::max(width, table_->computed[slot] / size + 1);
-    ids_.resize(rows);
-    places_.resize(rows);
-    blocks_.assign(rows * width, 0);
-    std::vector<int> starts(rows + 1), contexts(rows);
-    for (std::size_t i = 0; i < rows; ++i) {
+    slots_ = rows.slots;
+    std::vector<int> starts{0}, contexts;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      contexts.push_back(static_cast<int>(table_->computed[slots_[i]] + 1 + rows.proposed.count(i)));
+      starts.push_back(static_cast<int>(starts[i] + 1 + rows.proposed.count(i)));
+    }
+    const std::int64_t width = (*std::max_element(contexts.begin(), contexts.end()) + size - 1) / size;
+    places_.clear();
+    ids_.clear();
+    written_.clear();
+    blocks_.assign(rows.size() * width, 0);
+    for (std::size_t i = 0; i < rows.size(); ++i) {
       const std::size_t slot = slots_[i];
-      const std::int64_t position = table_->computed[slot];
       const std::int32_t* own = table_->blocks + slot * table_->block_width;
-      std::copy_n(own, position / size + 1, blocks_.begin() + i * width);
-      ids_[i] = table_->tokens[slot * table_->token_width + position];
-      places_[i] = own[position / size] * size + position % size;
-      starts[i + 1] = static_cast<int>(i + 1);
-      contexts[i] = static_cast<int>(position + 1);
+      std::copy_n(own, (contexts[i] + size - 1) / size, blocks_.begin() + i * width);
+      for (std::int64_t position = table_->computed[slot]; position < contexts[i]; ++position) {
+        places_.push_back({slot, position - table_->computed[slot]});
+        ids_.push_back(table_->tokens[slot * table_->token_width + position]);
+        written_.push_back(own[position / size] * size + position % size);
+      }
     }
     plan_ = std::make_unique<AttentionPlan>(std::move(starts), std::move(contexts), reinterpret_cast<Address>(blocks_.data()),
-                                            static_cast<int>(width), reinterpret_cast<Address>(places_.data()),
+                                            static_cast<int>(width), reinterpret_cast<Address>(written_.data()),
                                             static_cast<int>(size));
     step_ = {};
     for (Rotary& rotary : rotaries_) {
       const std::size_t bytes = 2 * rotary.half * item();
-      const Turn turn{rotary.cos.at_least(rows * bytes), rotary.sin.at_least(rows * bytes), type_, 2 * rotary.half};
-      for (std::size_t i = 0; i < rows; ++i)
-        pointwise().turn[type_](static_cast<float>(table_->computed[slots_[i]]), rotary.inverse, rotary.factor,
-                                at_address<char>(turn.cos) + i * bytes, at_address<char>(turn.sin) + i * bytes, rotary.half);
+      const Turn turn{rotary.cos.at_least(places_.size() * bytes), rotary.sin.at_least(places_.size() * bytes), type_,
+                      2 * rotary.half};
+      for (std::size_t i = 0; i < places_.size(); ++i)
+        pointwise().turn[type_](static_cast<float>(table_->computed[places_[i].slot] + places_[i].ahead), rotary.inverse,
+                                rotary.factor, at_address<char>(turn.cos) + i * bytes,
+                                at_address<char>(turn.sin) + i * bytes, rotary.half);
       step_.turns.push_back(turn);
     }
-    step_.workspace = workspace_.at_least(reel_.workspace_bytes(rows));
+    step_.workspace = workspace_.at_least(reel_.workspace_bytes(places_.size()));
     step_.stream = stream_;
     step_.logits = logits_;
-    step_.rows = rows;
+    step_.rows = places_.size();
     step_.plan = plan_.get();
     step_.ids = reinterpret_cast<Address>(ids_.data());
   }
 
   LogitsRow row(std::size_t i) const {
-    const std::size_t slot = slots_[i];
+    const std::size_t slot = places_[i].slot;
     const std::uint32_t first = static_cast<std::uint32_t>(first_);
     LogitsRow row = {at_address<float>(logits_) + i * vocab_, vocab_, first, 0, 1, 0, 0, 0};
     if (sampling_->draws(slot)) {
@@ -184,16 +201,16 @@ class Decoding {
       row.top_p = sampling_->top_p[slot];
       row.min_p = sampling_->min_p[slot];
       row.top_k = sampling_->top_k[slot];
-      row.key = row_key(sampling_->seed[slot], sampling_->choice[slot], table_->length[slot], 0);
+      row.key = row_key(sampling_->seed[slot], sampling_->choice[slot], table_->length[slot] + places_[i].ahead, 0);
     }
     return row;
   }
 
   // Of the tokens that are here.
   void choose() {
-    tokens_.resize(slots_.size());
-    bests_.resize(slots_.size());
-    parallel_for(slots_.size(), [&](std::size_t i) {
+    tokens_.resize(places_.size());
+    bests_.resize(places_.size());
+    parallel_for(places_.size(), [&](std::size_t i) {
       const std::int64_t token = choose_token(row(i), bests_[i]);
       tokens_[i] = token < 0 ? kNoToken : static_cast<std::int32_t>(token);
     });
@@ -202,10 +219,10 @@ class Decoding {
   // What phalanx/sampling/split_vocabulary.py tells of such rows: largest logits, twice because nothing constrains them;
   // their tokens; tokens and logits of the winners of rows that draw.
   void tell() {
-    const std::size_t rows = slots_.size();
+    const std::size_t rows = places_.size();
     std::vector<std::size_t> drawing;
     for (std::size_t i = 0; i < rows; ++i)
-      if (sampling_->draws(slots_[i])) drawing.push_back(i);
+      if (sampling_->draws(places_[i].slot)) drawing.push_back(i);
     told_.resize(3 * rows + 2 * drawing.size());
     std::memcpy(told_.data(), bests_.data(), 4 * rows);
     std::memcpy(told_.data() + rows, bests_.data(), 4 * rows);
@@ -222,7 +239,7 @@ class Decoding {
   // All ranks decide alike, by what all of them have told.
   void hear() {
     const std::vector<Address>& parts = step_.exchange->parts();
-    const std::size_t rows = slots_.size(), ranks = parts.size(), drawing = (told_.size() - 3 * rows) / 2;
+    const std::size_t rows = places_.size(), ranks = parts.size(), drawing = (told_.size() - 3 * rows) / 2;
     std::vector<std::int32_t> tokens(ranks);
     std::vector<float> logits(ranks);
     const auto read = [&](std::size_t token_at, std::size_t logit_at) {
@@ -241,13 +258,30 @@ class Decoding {
       }
       const bool usable = numbers && logits[largest] > -kInfinity;
       std::int64_t token = tokens[largest];
-      if (sampling_->draws(slots_[i])) {
+      if (sampling_->draws(places_[i].slot)) {
         read(3 * rows + k, 3 * rows + drawing + k);
         ++k;
         if (usable) token = winner_of(row(i), tokens.data(), logits.data(), ranks);
       }
       tokens_[i] = usable ? static_cast<std::int32_t>(token) : kNoToken;
     }
+  }
+
+  // Keeps what stands of the tokens; the table has those of rows without any proposed (phalanx/worker/verification.py).
+  void verify() {
+    slots_.clear();
+    std::size_t kept = 0;
+    bool stands = true;
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      const auto [slot, ahead] = places_[i];
+      // The place before stands; what was proposed after it has this place.
+      stands = ahead == 0 || (stands && tokens_[kept - 1] == ids_[i] && tokens_[i] != kNoToken);
+      table_->sampled[slot] = ahead == 0 ? tokens_[i] : kNoToken;
+      if (!stands) continue;
+      slots_.push_back(static_cast<std::uint16_t>(slot));
+      tokens_[kept++] = tokens_[i];
+    }
+    tokens_.resize(kept);
   }
 
   const Reel& reel_;
@@ -259,8 +293,9 @@ class Decoding {
   const SamplingColumns* sampling_ = nullptr;
   // Of the step.
   bool samples_ = false;
-  std::vector<std::size_t> slots_;
-  std::vector<std::int64_t> ids_, places_;
+  std::vector<std::uint16_t> slots_;
+  std::vector<Place> places_;
+  std::vector<std::int64_t> ids_, written_;  // of the places: tokens; where keys and values go
   std::vector<std::int32_t> blocks_, tokens_, told_;
   std::vector<float> bests_;
   std::unique_ptr<AttentionPlan> plan_;
@@ -275,8 +310,7 @@ void bind_decoding(nb::module_& m) {
       .def(nb::init<const Reel&, const std::vector<std::tuple<Address, double, int>>&, int, int, int, int, Address,
                     Address, std::size_t>(),
            nb::keep_alive<1, 2>())
-      .def("begin", &Decoding::begin, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-           nb::arg().none())
+      .def("begin", &Decoding::begin, nb::arg(), nb::arg(), nb::arg(), nb::arg().none())
       .def("play", [](Decoding& decoding, int block, int entry, int stop, int most) {
         const Reel::Place place = decoding.play({block, entry, static_cast<Reel::Stop>(stop)}, most);
         return std::make_tuple(place.block, place.entry, static_cast<int>(place.stop));

@@ -5,7 +5,9 @@
 
 #include <nanobind/stl/pair.h>
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 
 namespace phalanx {
 namespace {
@@ -17,38 +19,66 @@ std::vector<T> numbers(const nb::bytes& data) {
   return values;
 }
 
+nb::bytes column(const nb::tuple& rows, std::size_t i) { return nb::cast<nb::bytes>(rows[i]); }
+
 }  // namespace
 
-PlanRows::PlanRows(const nb::bytes& slot_data, const nb::bytes& count_data, const nb::bytes& last_data,
-                   const nb::bytes& block_row_data, const nb::bytes& block_data)
-    : slots(numbers<std::uint16_t>(slot_data)), counts(numbers<std::uint16_t>(count_data)),
-      block_rows(numbers<std::uint16_t>(block_row_data)), last(numbers<std::int32_t>(last_data)),
-      blocks(numbers<std::int32_t>(block_data)) {
-  const std::size_t rows = slots.size();
-  fit_ = slot_data.size() == 2 * rows && count_data.size() == 2 * rows && last_data.size() == 4 * rows &&
-         block_row_data.size() == 2 * block_rows.size() && block_data.size() == 4 * block_rows.size();
+RowTokens::RowTokens(const nb::bytes& row_data, const nb::bytes& token_data, std::size_t of)
+    : tokens(numbers<std::int32_t>(token_data)), starts(of + 1) {
+  const auto rows = numbers<std::uint16_t>(row_data);
+  fit = row_data.size() == 2 * tokens.size() && token_data.size() == 4 * tokens.size() &&
+        std::is_sorted(rows.begin(), rows.end()) && (rows.empty() || rows.back() < of);
+  if (!fit) return;
+  for (const std::size_t row : rows) ++starts[row + 1];
+  std::partial_sum(starts.begin(), starts.end(), starts.begin());
+}
+
+bool RowTokens::within(std::int64_t vocab) const {
+  return std::all_of(tokens.begin(), tokens.end(), [&](std::int32_t token) { return token >= 0 && token < vocab; });
+}
+
+void RowTokens::copy(std::size_t row, std::int32_t* to) const {
+  std::copy(tokens.begin() + starts[row], tokens.begin() + starts[row + 1], to);
+}
+
+PlanRows::PlanRows(const nb::tuple& rows)
+    : slots(numbers<std::uint16_t>(column(rows, 0))), counts(numbers<std::uint16_t>(column(rows, 1))),
+      last(numbers<std::int32_t>(column(rows, 2))), block_rows(numbers<std::uint16_t>(column(rows, 3))),
+      blocks(numbers<std::int32_t>(column(rows, 4))), accepted(column(rows, 5), column(rows, 6), slots.size()),
+      proposed(column(rows, 7), column(rows, 8), slots.size()) {
+  fit_ = column(rows, 0).size() == 2 * size() && column(rows, 1).size() == 2 * size() &&
+         column(rows, 2).size() == 4 * size() && column(rows, 3).size() == 2 * block_rows.size() &&
+         column(rows, 4).size() == 4 * block_rows.size() && accepted.fit && proposed.fit;
 }
 
 bool PlanRows::can_advance(const RequestTable& table) const {
-  if (!fit_) return false;
+  if (!fit_ || !accepted.within(table.vocab) || !proposed.within(table.vocab)) return false;
   const std::size_t rows = slots.size();
   std::vector<std::int32_t> extra(rows);
   for (std::size_t i = 0; i < block_rows.size(); ++i) {
     if (block_rows[i] >= rows || blocks[i] < 0 || blocks[i] >= table.pool_blocks) return false;
     ++extra[block_rows[i]];
   }
+  const std::int64_t longest = std::min(table.max_length, table.token_width);
   std::vector<bool> seen(table.slots);
   for (std::size_t i = 0; i < rows; ++i) {
     const std::size_t slot = slots[i];
     if (slot >= seen.size() || seen[slot] || !table.active[slot] || table.penalised[slot]) return false;
     seen[slot] = true;
-    std::int64_t length = table.length[slot];
+    const std::int64_t had = table.num_blocks[slot], have = had + extra[i];
+    std::int64_t length = table.length[slot], computed = table.computed[slot];
+    if (const std::int64_t more = accepted.count(i); more > 0) {
+      if (computed != length || length + more > std::min(longest, had * table.block_size)) return false;
+      computed = length += more;
+    }
     if (last[i] != kNoToken) {
       const std::int32_t token = last[i] == kOnDevice ? table.sampled[slot] : last[i];
-      if (token < 0 || token >= table.vocab || ++length > table.max_length || length > table.token_width) return false;
+      if (token < 0 || token >= table.vocab || ++length > longest) return false;
     }
-    const std::int64_t needed = table.computed[slot] + counts[i], have = table.num_blocks[slot] + extra[i];
-    if (counts[i] < 1 || needed > length || have * table.block_size < needed || have > table.block_width) return false;
+    computed += counts[i];
+    if (counts[i] < 1 || computed > length || have * table.block_size < computed || have > table.block_width) return false;
+    if (const std::int64_t more = proposed.count(i); more > 0)
+      if (computed != length || length + more > std::min(longest, have * table.block_size)) return false;
   }
   return true;
 }
@@ -60,27 +90,33 @@ void PlanRows::advance(const RequestTable& table) const {
   }
   for (std::size_t i = 0; i < size(); ++i) {
     const std::size_t slot = slots[i];
-    if (last[i] == kNoToken) continue;
-    table.tokens[slot * table.token_width + table.length[slot]++] = last[i] == kOnDevice ? table.sampled[slot] : last[i];
-    table.sampled[slot] = kNoToken;
+    std::int32_t* tokens = table.tokens + slot * table.token_width;
+    accepted.copy(i, tokens + table.length[slot]);
+    table.length[slot] += accepted.count(i);
+    table.computed[slot] += accepted.count(i);
+    if (last[i] != kNoToken) {
+      tokens[table.length[slot]++] = last[i] == kOnDevice ? table.sampled[slot] : last[i];
+      table.sampled[slot] = kNoToken;
+    }
+    proposed.copy(i, tokens + table.length[slot]);
   }
 }
 
 namespace {
 
 // False, and nothing is changed, when the twin has to do it.
-bool advance_rows(Address table_address, const nb::bytes& slots, const nb::bytes& counts, const nb::bytes& last,
-                  const nb::bytes& block_rows, const nb::bytes& blocks, Address slots_out, Address starts_out,
-                  Address counts_out, Address samples_out) {
+bool advance_rows(Address table_address, const nb::tuple& plan_rows, Address slots_out, Address starts_out,
+                  Address counts_out, Address proposed_out, Address samples_out) {
   const RequestTable& table = *at_address<RequestTable>(table_address);
-  const PlanRows rows(slots, counts, last, block_rows, blocks);
+  const PlanRows rows(plan_rows);
   if (!rows.can_advance(table)) return false;
   rows.advance(table);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const std::size_t slot = rows.slots[i];
     at_address<std::int64_t>(slots_out)[i] = static_cast<std::int64_t>(slot);
     at_address<std::int64_t>(starts_out)[i] = table.computed[slot];
-    at_address<std::int64_t>(counts_out)[i] = rows.counts[i];
+    at_address<std::int64_t>(counts_out)[i] = rows.counts[i] + rows.proposed.count(i);
+    at_address<std::int64_t>(proposed_out)[i] = rows.proposed.count(i);
     at_address<bool>(samples_out)[i] = table.computed[slot] + rows.counts[i] == table.length[slot];
   }
   return true;

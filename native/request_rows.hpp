@@ -24,19 +24,35 @@ static_assert(sizeof(RequestTable) == 16 * 8, "all entries are 64 bits wide");
 
 constexpr std::int32_t kOnDevice = -1, kNoToken = -2;
 
-// A plan's rows (phalanx.step.Rows), unpacked.
+// Tokens of some of a plan's rows, row after row.
+struct RowTokens {
+  RowTokens(const nb::bytes& rows, const nb::bytes& tokens, std::size_t of);
+  std::int64_t count(std::size_t row) const { return static_cast<std::int64_t>(starts[row + 1] - starts[row]); }
+  bool within(std::int64_t vocab) const;
+  // To where those of `row` go.
+  void copy(std::size_t row, std::int32_t* to) const;
+
+  std::vector<std::int32_t> tokens;
+  std::vector<std::size_t> starts;  // one more than rows
+  bool fit;
+};
+
+// A plan's rows, unpacked.
 class PlanRows {
  public:
-  PlanRows(const nb::bytes& slots, const nb::bytes& counts, const nb::bytes& last, const nb::bytes& block_rows,
-           const nb::bytes& blocks);
+  // What phalanx.step.Rows has, in its order.
+  explicit PlanRows(const nb::tuple& rows);
   std::size_t size() const { return slots.size(); }
   // Whether they fit together, and the table has what they take; nothing is changed.
   bool can_advance(const RequestTable& table) const;
-  // Append their tokens and blocks.
+  // Append their tokens and blocks; those proposed are written behind.
   void advance(const RequestTable& table) const;
 
-  std::vector<std::uint16_t> slots, counts, block_rows;
-  std::vector<std::int32_t> last, blocks;
+  const std::vector<std::uint16_t> slots, counts;
+  const std::vector<std::int32_t> last;
+  const std::vector<std::uint16_t> block_rows;
+  const std::vector<std::int32_t> blocks;
+  const RowTokens accepted, proposed;
 
  private:
   bool fit_;

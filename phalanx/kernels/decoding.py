@@ -1,4 +1,5 @@
-"""Steps in which each request computes its last token and samples the next, from the table of requests to the tokens.
+"""Steps in which each request computes its last token, and tokens proposed behind it, and samples after each: from the
+table of requests to the tokens.
 
 What is between is a reel from the token table to the logits (`phalanx.kernels.tape`); so Python sees nothing of the
 step but pauses. The twin, for all other steps too, is `phalanx.worker.model_runner`.
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from phalanx.kernels.library import native
@@ -70,24 +72,25 @@ class Decoding:
         )  # fmt: skip
 
     def begin(self, table: TableView, how: SamplingView, rows: Rows, exchange: Any) -> bool:
-        """Change the table by the plan's rows, which have no accepted or proposed tokens. False, and nothing is
-        changed, when there are too many of them, or they do not fit, compute anything but a last token, or sample in
-        another way than `how` says. `exchange` (`tape.exchange_of`) is with the ranks that have the other shares of the
-        model; with None there are none. With it, rows whose sums take more than a round are not begun either."""
+        """Change the table by the plan's rows. False, and nothing is changed, when there are too many of them and of
+        proposed tokens, or they do not fit, compute anything but a last token and those, or sample in another way than
+        `how` says. `exchange` (`tape.exchange_of`) is with the ranks that have the other shares of the model; with None
+        there are none. With it, rows whose sums take more than a round are not begun either, nor proposed tokens where
+        the logits of one of the rows would be left to the caller."""
         self._exchange = exchange  # held on to
-        done: bool = self._native.begin(
-            table.address, how.address, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows,
-            rows.new_blocks, exchange,
-        )  # fmt: skip
+        done: bool = self._native.begin(table.address, how.address, astuple(rows), exchange)
         return done
 
     def play(self, place: Place, most: int) -> Place:
         """As `Reel.play`, but that no sum is left to the caller; the table and `how` of the beginning are still there.
-        At the end the rows' tokens are computed, and the table has those sampled, if there are any."""
+        At the end the rows' tokens are computed, and the table has those sampled, if there are any, of rows without
+        proposed ones."""
         return Place(*self._native.play(*place, most))
 
-    def tokens(self) -> bytes:
-        """int32, of each row: the one sampled, or `NO_TOKEN` where the scores are not finite numbers. None are sampled
-        without logits, and where with other ranks one of the rows leaves tokens out."""
-        found: bytes = self._native.tokens()
+    def tokens(self) -> tuple[bytes, bytes]:
+        """Slots (uint16) and tokens (int32), in the order of the rows, one for each token that stands: the first one
+        sampled of a row, `NO_TOKEN` where the scores are not finite numbers, and those after proposed tokens that were
+        sampled in their place. No tokens, and each slot once, where none are sampled: without logits, and where with
+        other ranks one of the rows leaves tokens out."""
+        found: tuple[bytes, bytes] = self._native.tokens()
         return found

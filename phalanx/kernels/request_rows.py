@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 
 from phalanx.kernels.library import native
+from phalanx.step import Rows
 
 Ints = NDArray[np.int64]
 
@@ -54,23 +56,20 @@ def serves() -> bool:
     return native() is not None
 
 
-def advance(
-    view: TableView, slots: bytes, counts: bytes, last_tokens: bytes, block_rows: bytes, new_blocks: bytes
-) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]] | None:
-    """Append the tokens and blocks of a plan's rows (`phalanx.step.Rows`): their slots, the tokens computed before and
-    in this step, and whether all known ones are computed after it. None, with nothing changed, where the twin has to do
-    it."""
-    library, rows = native(), len(slots) // 2
+def advance(view: TableView, rows: Rows) -> tuple[Ints, Ints, Ints, Ints, NDArray[np.bool_]] | None:
+    """Append the tokens and blocks of a plan's rows, and write those proposed behind them: their slots, the tokens
+    computed before and in this step, how many of these are proposed, and whether all known ones are computed after it.
+    None, with nothing changed, where the twin has to do it."""
+    library, count = native(), len(rows.slots) // 2
     if library is None:
         return None
-    found = np.empty((3, rows), np.int64)
-    samples = np.empty(rows, np.bool_)
-    start, size = found.ctypes.data, 8 * rows
+    found = np.empty((4, count), np.int64)
+    samples = np.empty(count, np.bool_)
+    start, size = found.ctypes.data, 8 * count
     done = library.advance_rows(
-        view.address, slots, counts, last_tokens, block_rows, new_blocks, start, start + size, start + 2 * size,
-        samples.ctypes.data,
-    )  # fmt: skip
-    return (found[0], found[1], found[2], samples) if done else None
+        view.address, astuple(rows), start, start + size, start + 2 * size, start + 3 * size, samples.ctypes.data
+    )
+    return (found[0], found[1], found[2], found[3], samples) if done else None
 
 
 def gather(view: TableView, slots: Ints, starts: Ints, counts: Ints) -> tuple[Ints, Ints, Ints, Ints, Ints, Any, Ints]:

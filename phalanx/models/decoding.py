@@ -1,4 +1,5 @@
-"""Steps in which each request has one token to compute, in a native call or a few: nearly all steps of a server.
+"""Steps in which each request has one token to compute, and perhaps proposed ones behind it, in a native call or a few:
+nearly all steps of a server.
 
 With small models what Python does for a step takes a good part of its time. Between the plan's rows and the sampled
 tokens there is none of it here, but for waits that take longer than a moment. What it computes and exchanges with other
@@ -52,21 +53,21 @@ class Decoding:
             exchange = self._tapes.exchange(self._stream.dtype)
             if exchange is None:
                 return False
-        self._count = len(rows.slots) // 2
+        self._count = len(rows.slots) // 2 + len(rows.proposed) // 4
         return self._steps.begin(table, how, rows, exchange)
 
     @property
     def hidden(self) -> torch.Tensor:
-        """[rows, hidden]: before `play`, for what the stage before has computed; then, for the next one."""
+        """[tokens, hidden]: before `play`, for what the stage before has computed; then, for the next one."""
         return self._stream[: self._count]
 
     @property
     def logits(self) -> torch.Tensor:
-        """[rows, this rank's tokens], when `play` has sampled none."""
+        """[tokens, this rank's tokens], when `play` has sampled none."""
         return self._logits[: self._count]
 
-    def play(self) -> bytes:
-        """The token of each row, as `kernels.Decoding.tokens`. None before the last stage, and where the ranks have to
+    def play(self) -> tuple[bytes, bytes]:
+        """Slots and tokens, as `kernels.Decoding.tokens`. No tokens before the last stage, and where the ranks have to
         tell each other more than is done here: then there are logits."""
         place, most = Place(), together(self._count)
         while (place := self._steps.play(place, most)).stop != END:

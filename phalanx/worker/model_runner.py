@@ -103,27 +103,25 @@ class ModelRunner:
         )
 
     def _decoding_of(self, plan: StepPlan) -> Decoding | None:
-        """What has begun the step, where it computes one token of each row and none asks for more than the next; None,
-        with nothing changed, for other steps."""
-        rows = plan.rows
-        if plan.admissions or plan.released or plan.mask_rows or plan.masks or rows.accepted_rows or rows.proposed_rows:
+        """What has begun the step, where it computes one token of each row and those proposed, and none asks for more
+        than tokens; None, with nothing changed, for other steps."""
+        if plan.admissions or plan.released or plan.mask_rows or plan.masks:
             return None
         if not self._recorded:
             self._decoding, self._recorded = self.decoder.decoding(self.pool.caches), True
-        if self._decoding is None or not self._decoding.begin(self.table.view, self.table.sampling.view, rows):
+        if self._decoding is None or not self._decoding.begin(self.table.view, self.table.sampling.view, plan.rows):
             return None
         return self._decoding
 
     def _decoded(self, decoding: Decoding, plan: StepPlan, began: float) -> StepResult | None:
         if self.link is not None and not self.decoder.is_first:
             decoding.hidden.copy_(self._received(self.link, len(decoding.hidden)))
-        tokens = decoding.play()
+        slots, tokens = decoding.play()
         if self.link is not None and not self.decoder.is_last:
             self.link.send(decoding.hidden)
             self.worked_s = time.perf_counter() - began - self._waited_s
             return None
-        tokens = tokens or self._sampled(decoding.logits, plan.rows.slots)
-        slots, failures = plan.rows.slots, []
+        tokens, failures = tokens or self._sampled(decoding.logits, slots), []
         if _NO_TOKEN in tokens:
             which, drawn = np.frombuffer(slots, "<u2"), np.frombuffer(tokens, "<i4")
             failures = [RowFailure(slot, NO_SCORES) for slot in which[drawn == NO_TOKEN].tolist()]

@@ -105,29 +105,30 @@ class RequestTable:
                 self.release(admission.slot)
                 failures.append(RowFailure(admission.slot, f"The worker refused the request: {error}"))
         rows = plan.rows
-        refused = self._accept(rows) if rows.accepted_rows else set()
-        found = None if refused else self._advance_natively(plan)
+        found = self._advance_natively(plan)
         if found is None:
             self._view = None
-            found = self._advance(plan, refused)
+            found = self._advance(plan, self._accept(rows))
+            if rows.proposed_rows:
+                found = self._propose(found, rows)
         known = {failure.slot for failure in failures}
         found.failures = failures + [failure for failure in found.failures if failure.slot not in known]
-        return self._propose(found, rows) if rows.proposed_rows else found
+        return found
 
     def _advance_natively(self, plan: StepPlan) -> StepRows | None:
-        """As `_advance`; None, with nothing changed, where that has to do it."""
+        """As `_accept`, `_advance` and `_propose`; None, with nothing changed, where they have to do it."""
         if not kernels.serves():
             return None
         if plan.admissions:
             self._view = None
         rows = plan.rows
-        done = kernels.advance(
-            self.view, rows.slots, rows.num_tokens, rows.last_tokens, rows.block_rows, rows.new_blocks
-        )
+        done = kernels.advance(self.view, rows)
         if done is None:
             return None
-        slots, start, counts, samples = done
-        return StepRows(np.arange(len(slots)), slots, start, counts, samples)
+        slots, start, counts, proposed, samples = done
+        return StepRows(
+            np.arange(len(slots)), slots, start, counts, samples, proposed=proposed if rows.proposed_rows else None
+        )
 
     @property
     def view(self) -> kernels.TableView:
@@ -242,7 +243,6 @@ class RequestTable:
     def _widen(self, slot: int, length: int) -> None:
         if length > self.tokens.shape[1]:
             self.tokens = _widened(self.tokens, self.active, length, self.max_model_len)
-            self._view = None
 
     def _advance(self, plan: StepPlan, refused: set[int]) -> StepRows:
         """Append tokens and blocks to the rows that run, and check that they can; `refused` cannot."""

@@ -15,7 +15,7 @@ from phalanx.worker.model_runner import ModelRunner
 from phalanx.worker.request_table import RequestTable
 from phalanx.worker.stage_link import StageLink
 from tests.helpers.decoders import random_ids
-from tests.helpers.plans import GREEDY, Run, admission, plan
+from tests.helpers.plans import GREEDY, Run, admission, answer, plan
 
 BLOCK = 4
 WAYS = {
@@ -89,3 +89,34 @@ class Both:
                 runs.append(Run(slot, 1, last, new))
             results.append(self.run(plan(runs, step=step)))
         return results
+
+    def speculate(self, most: int = 3) -> list[StepResult]:
+        """After `decode`, from the beginning again, with proposed tokens: up to `most` of those that came, and wrong
+        ones behind them. The same tokens must come. A request is done when it has all of them."""
+        table, rng, results = self.runners[1].table, np.random.default_rng(most), []
+        came = {slot: table.produced(slot).tolist() for slot in self.ways}
+        self.run(plan(release=self.ways))
+        self.begin()
+        known = dict.fromkeys(self.ways, 0)
+        """Tokens that the runners have been told of."""
+        stood: dict[int, int | None] = dict.fromkeys(self.ways)
+        """Proposed tokens that did in the step before; None where none were."""
+        while True:
+            runs, want = [], {}
+            for i, slot in enumerate(self.ways):
+                tokens, at = came[slot], known[slot] + (stood[slot] or 0)
+                left = len(tokens) - at - 2
+                if left < 0:
+                    continue
+                right, wrong = int(rng.integers(min(most, left) + 1)), int(rng.integers(3))
+                ahead = tokens[at + 1 : at + 1 + right] + [(tokens[at + 1 + right] + 1) % table.vocab_size] * wrong
+                last = ON_DEVICE if stood[slot] is None and not self._told else tokens[at]
+                length, blocks = int(table.num_prompt[slot]) + at + 1 + len(ahead), int(table.num_blocks[slot])
+                new = tuple(range(10 * i + blocks, 10 * i + max(blocks, -(-length // BLOCK))))
+                runs.append(Run(slot, 1, last, new, accepted=tuple(tokens[known[slot] : at]), proposed=tuple(ahead)))
+                want[slot] = tokens[at + 1 : at + 2 + right]
+                known[slot], stood[slot] = at + 1, right if ahead else None
+            if not runs:
+                return results
+            results.append(self.run(plan(runs, step=len(results))))
+            assert self._told or answer(results[-1]).chains == want

@@ -37,15 +37,23 @@ def random_plan(rng: np.random.Generator, at: RequestTable):
         count, last = (int(rng.integers(1, left + 1)), NO_TOKEN) if left else (1, int(rng.integers(0, VOCAB)))
         if not left and rng.random() < 0.5:
             last = ON_DEVICE
-        missing = -(-(int(at.computed[slot]) + count) // BLOCK) - int(at.num_blocks[slot])
+        accepted, proposed = (), ()
+        room = int(at.num_blocks[slot]) * BLOCK - int(at.length[slot])
+        if not left and rng.random() < 0.3:
+            accepted = tuple(rng.integers(0, VOCAB, int(rng.integers(min(4, room + 1)))).tolist())
+        if count >= left and rng.random() < 0.3:
+            proposed = tuple(rng.integers(0, VOCAB, int(rng.integers(5))).tolist())
+        needed = int(at.computed[slot]) + len(accepted) + count + len(proposed)
+        missing = -(-needed // BLOCK) - int(at.num_blocks[slot])
         blocks = tuple(rng.integers(0, BLOCKS, max(missing, 0)).tolist())
-        runs.append(Run(slot, count, last, blocks))
+        runs.append(Run(slot, count, last, blocks, accepted=accepted, proposed=proposed))
     rng.shuffle(runs)
     if runs and rng.random() < 0.2:
         wrong = int(rng.integers(len(runs)))
         changes = [
             {"slot": SLOTS + 3}, {"slot": runs[0].slot}, {"count": 0}, {"count": 99}, {"last": VOCAB}, {"last": -7},
-            {"blocks": (BLOCKS,)}, {"blocks": (-1,)}, {"blocks": ()}, {"blocks": (1, 2, 3)},
+            {"blocks": (BLOCKS,)}, {"blocks": (-1,)}, {"blocks": ()}, {"blocks": (1, 2, 3)}, {"accepted": (VOCAB,)},
+            {"accepted": (1,) * 40}, {"proposed": (2, -1)}, {"proposed": (1,) * 40},
         ]  # fmt: skip
         runs[wrong] = dataclasses.replace(runs[wrong], **changes[rng.integers(len(changes))])
     return plan(runs, admit=admissions, release=released)

@@ -4,7 +4,7 @@ when each part is called: the same results, tables and exchanges. So the ranks o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,30 @@ def test_ranks(family: str, ranks: int, dtype: torch.dtype) -> None:
     check(Mesh(tp=ranks), tiny_checkpoint(family), dtype)
 
 
+def speculated(member: Member, mesh: Mesh, path: Path, ways: Mapping[int, SamplingState]) -> tuple[int, int]:
+    """Steps, and how many were native."""
+    both = both_of(member, mesh, path, ways=ways)
+    both.begin()
+    both.decode(STEPS)
+    before = both.natively
+    return len(both.speculate()), both.natively - before
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh(tp=2), Mesh(tp=3), Mesh(pp=2), Mesh(pp=2, tp=2)], ids=["2", "3", "stages", "2x2"]
+)
+def test_proposed_tokens(mesh: Mesh) -> None:
+    for steps, natively in run_ranks(speculated, mesh.world_size, mesh, tiny_checkpoint("llama"), FREE, mesh=mesh):
+        assert natively == steps
+
+
+def test_proposed_tokens_beside_rows_that_leave_tokens_out() -> None:
+    """Where the ranks need to know more of each other's tokens, the last stage computes part by part."""
+    mesh = Mesh(pp=2, tp=2)
+    outcomes = run_ranks(speculated, mesh.world_size, mesh, tiny_checkpoint("llama"), WAYS, mesh=mesh)
+    assert [natively == steps for steps, natively in outcomes] == [True, True, False, False]
+
+
 @pytest.mark.parametrize("family", ["gemma2", "opt-post-norm"])
 def test_other_families_are_computed_part_by_part(family: str) -> None:
     check(Mesh(tp=2), tiny_checkpoint(family), natively=0)
@@ -136,13 +160,14 @@ def from_part_to_part(member: Member, path: Path, natively: tuple[int, ...]) -> 
     if member.rank not in natively:
         both.runners[0]._recorded = True
     both.begin()
-    return both.decode(STEPS)
+    return [*both.decode(STEPS), *both.speculate()]
 
 
 @pytest.mark.parametrize("natively", [(0,), (1,), (0, 2)])
 def test_ranks_may_do_as_they_like(natively: tuple[int, ...]) -> None:
     path = tiny_checkpoint("llama")
-    assert run_ranks(from_part_to_part, 3, path, natively) == [check(Mesh(tp=3), path)] * 3
+    outcomes = run_ranks(from_part_to_part, 3, path, natively)
+    assert outcomes == [outcomes[0]] * 3 and outcomes[0][:STEPS] == check(Mesh(tp=3), path)
 
 
 def random_plans(member: Member, path: Path) -> tuple[list[StepResult], int]:

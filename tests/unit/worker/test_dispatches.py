@@ -56,12 +56,12 @@ def worker(model: Path, request: pytest.FixtureRequest) -> Iterator[Worker]:
     worker.close()
 
 
-def decoding(worker: Worker, rows: int) -> Callable[[], None]:
-    """What runs one step of `rows` requests that have their prompts behind them."""
+def decoding(worker: Worker, rows: int, proposed: int = 0) -> Callable[[], None]:
+    """What runs one step of `rows` requests that have their prompts behind them, with so many proposed tokens each."""
     slots = range(rows)
     runs = [Run(slot, 9) for slot in slots]
     worker.run(plan(runs, admit=[admission(slot, [3] * 9, range(8 * slot, 8 * slot + 8)) for slot in slots]))
-    step = plan([Run(slot, 1, last=5) for slot in slots])
+    step = plan([Run(slot, 1, last=5, proposed=(7,) * proposed) for slot in slots])
 
     def run() -> None:
         worker.run(step)
@@ -69,9 +69,10 @@ def decoding(worker: Worker, rows: int) -> Callable[[], None]:
     return run
 
 
+@pytest.mark.parametrize("proposed", [0, 2])
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_step_of_single_tokens_is_no_operator(worker: Worker, rows: int) -> None:
-    run = decoding(worker, rows)
+def test_a_step_of_single_tokens_is_no_operator(worker: Worker, rows: int, proposed: int) -> None:
+    run = decoding(worker, rows, proposed)
     run()
     native_steps = worker._runner._decoding._steps._native
     calls: list[str] = []

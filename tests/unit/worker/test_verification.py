@@ -203,6 +203,7 @@ class TestTrouble:
             return scores
 
         monkeypatch.setattr(worker._decoder, "logits", broken)
+        monkeypatch.setattr(worker._runner, "_decoding_of", lambda plan: None)  # the twin's
         got = run(worker, Run(0, 1, first, proposed=(want[1], want[2])))
         assert got.chains == {0: [want[1]]} and not got.failures
         for cache in worker._pool.caches:  # type: ignore[union-attr]
