@@ -53,7 +53,7 @@ def random_plan(rng: np.random.Generator, at: RequestTable):
         changes = [
             {"slot": SLOTS + 3}, {"slot": runs[0].slot}, {"count": 0}, {"count": 99}, {"last": VOCAB}, {"last": -7},
             {"blocks": (BLOCKS,)}, {"blocks": (-1,)}, {"blocks": ()}, {"blocks": (1, 2, 3)}, {"accepted": (VOCAB,)},
-            {"accepted": (1,) * 40}, {"proposed": (2, -1)}, {"proposed": (1,) * 40},
+            {"accepted": (1,)}, {"accepted": (1,) * 40}, {"proposed": (2, -1)}, {"proposed": (1,) * 40},
         ]  # fmt: skip
         runs[wrong] = dataclasses.replace(runs[wrong], **changes[rng.integers(len(changes))])
     return plan(runs, admit=admissions, release=released)

@@ -113,7 +113,7 @@ def test_many_rows_are_computed_part_by_part(monkeypatch: pytest.MonkeyPatch) ->
 VOCAB = 307
 UNFIT = {
     "a block that does not exist": Run(0, 1, ON_DEVICE, (99,)),
-    "an accepted token before the others are computed": Run(3, 1, ON_DEVICE, accepted=(4,)),
+    "an accepted token before the others are computed": Run(3, 1, 5, accepted=(4,)),
     "more accepted tokens than blocks": Run(0, 1, 5, (13,), accepted=(4,) * 4),
     "an accepted token that does not exist": Run(0, 1, 5, accepted=(VOCAB,)),
     "more proposed tokens than blocks": Run(0, 1, ON_DEVICE, proposed=(4,) * 3),
