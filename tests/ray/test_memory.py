@@ -93,7 +93,7 @@ def test_the_kernel(bed: RayHosts, served: Served) -> None:
     groups, victim = Groups(), served.pid_of_rank("host1")
 
     def strike() -> None:
-        groups.starve(victim, 1 << 20)
+        groups.starve(victim, 1 << 16)
         assert wait_until(lambda: not alive(victim), 30), served.serving.output
 
     try:
