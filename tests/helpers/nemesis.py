@@ -420,7 +420,6 @@ class Nemesis:
             bound = self._strike_loading(case, serving)
             if case.fault == "out_of_memory":
                 wait_until(lambda: self._groups.killed > 0 or "Ready: " in serving.output, 60)
-                self._hit_at = time.monotonic()
             if self.felt(case):
                 code = serving.ends(bound)
                 report.complaints += self._last_words(case, serving, code)
