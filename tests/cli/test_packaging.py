@@ -5,15 +5,20 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.source import PACKAGE, ROOT
+from tests.helpers.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+def build(folder, **env):
     source = folder / "source"
     shutil.copytree(PACKAGE, source / "phalanx", ignore=shutil.ignore_patterns("__pycache__", "_native.*"))
     built = shutil.ignore_patterns("CMakeCache.txt", "CMakeFiles", "*.ninja", ".ninja*", "*.a")
@@ -21,7 +26,7 @@ def wheel(tmp_path_factory):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
-    subprocess.run([*command, str(source)], check=True, timeout=240)
+    subprocess.run([*command, str(source)], check=True, timeout=240, env={**os.environ, **env})
     return next(folder.glob("phalanx-*.whl"))
 
 
@@ -62,3 +67,27 @@ def test_the_package_runs_from_the_wheel(wheel, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ok: ")
+
+
+ANSWER = """
+import sys
+from phalanx import LLM, SamplingParams
+with LLM(sys.argv[1], kv_cache_memory_bytes="8M") as llm:
+    (output,) = llm.generate("hello world", SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+    print(len(output.outputs[0].token_ids))
+"""
+
+
+def test_without_a_compiler_it_is_built_all_the_same_and_answers(tmp_path):
+    nowhere = {"CXX": "/nonexistent/c++", "PATH": str(Path(sys.executable).parent)}
+    with zipfile.ZipFile(build(tmp_path / "wheel", **nowhere)) as archive:
+        assert not any("/_native." in name for name in archive.namelist())
+        archive.extractall(tmp_path / "installed")
+    model = write_tiny_model(tmp_path / "model")
+    env = {**os.environ, **nowhere, "PYTHONPATH": str(tmp_path / "installed"), "PHALANX_KERNELS": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", ANSWER, str(model)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split()[-1:] == ["8"], done.stderr
+    said = [line for line in done.stderr.splitlines() if "Kernels: " in line]
+    assert len(said) == 1 and "there is no C++ compiler. Install one" in said[0], done.stderr
