@@ -13,12 +13,16 @@ import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 pytest.register_assert_rewrite("tests.helpers")
 
 from phalanx.config import EngineConfig  # noqa: E402
+
+hypothesis.settings.register_profile("phalanx", deadline=None)  # no test is judged by the clock of a busy machine
+hypothesis.settings.load_profile("phalanx")
 
 FOR_WANT_OF_RECOVERY = re.compile(
     r"The engine process is gone|The engine lost its workers and could not go on"

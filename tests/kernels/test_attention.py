@@ -166,7 +166,7 @@ def test_bits_depend_on_the_position_alone(shape: AttentionShape, dtype: torch.d
     st.sampled_from([None, 1, 3, 64, 500]), st.sampled_from([1, 3, 16, 48]), st.booleans(),
     st.sampled_from([(6, 2, 32), (3, 3, 10), (5, 1, 48)]), st.sampled_from([1, 2]),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_mix(
     rows: list[tuple[int, int]], window: int | None, block_size: int, decode: bool, sizes: tuple[int, int, int],
     threads: int,

@@ -342,7 +342,7 @@ SAFETENSORS = save({"a": torch.ones(2, 3), "b": torch.ones(4, dtype=torch.bfloat
 GGUF_HEADER = GGUF.index(b"blk.1.ffn_gate") + 64
 
 FUZZ = settings(
-    max_examples=1500, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=1500, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture],
     derandomize=True,
 )  # fmt: skip
 

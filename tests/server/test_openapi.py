@@ -83,7 +83,6 @@ def test_the_server_keeps_to_its_document(described: Any, method: str, path: str
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
         max_examples=EXAMPLES if takes_body else 5,
-        deadline=None,
         derandomize=True,
         database=None,
         suppress_health_check=list(HealthCheck),

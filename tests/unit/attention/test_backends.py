@@ -103,7 +103,7 @@ def test_cpu_equals_reference_in_half_precision(dtype: torch.dtype) -> None:
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 60)), min_size=1, max_size=6),
     st.sampled_from([None, 1, 3, 8, 17]), st.sampled_from([1, 3, 16]), st.booleans(),
 )  # fmt: skip
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_any_mix(rows: list[tuple[int, int]], window: int | None, block_size: int, decode: bool) -> None:
     steps = [(1 if decode else queries, past + (1 if decode else queries)) for queries, past in rows]
     both(steps, shape_of(4, 2, 8, window=window), block_size=block_size)

@@ -20,7 +20,7 @@ meshes = even | uneven
 
 
 @given(meshes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_ranks_and_places_are_one_to_one(mesh: Mesh) -> None:
     places = [mesh.place(rank) for rank in range(mesh.world_size)]
     assert len(set(places)) == mesh.world_size
@@ -28,7 +28,7 @@ def test_ranks_and_places_are_one_to_one(mesh: Mesh) -> None:
 
 
 @given(meshes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_groups(mesh: Mesh) -> None:
     """Groups of one kind cut the world into disjoint sets; groups of different kinds meet in one rank at most."""
     for axis in AXES:
@@ -47,7 +47,7 @@ def test_groups(mesh: Mesh) -> None:
 
 
 @given(meshes)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_experts_are_dealt_out_over_a_stage(mesh: Mesh) -> None:
     for rank in range(mesh.world_size):
         experts = mesh.experts(rank)

@@ -10,7 +10,7 @@ from phalanx.distributed.partition import Partition
 
 
 @given(st.integers(1, 500), st.lists(st.floats(0.05, 20), min_size=1, max_size=8), st.integers(1, 16))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_weighted_covers_in_whole_units(size: int, weights: list[float], unit: int) -> None:
     units = -(-size // unit)
     if units < len(weights):

@@ -185,7 +185,7 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
 
 def test_pool_machine() -> None:
-    profile = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
+    profile = settings(max_examples=60, stateful_step_count=50, derandomize=True)
     run_state_machine_as_test(BlockPoolMachine, settings=profile)
 
 

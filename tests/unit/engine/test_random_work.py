@@ -205,7 +205,6 @@ def test_engine_machine() -> None:
         settings=settings(
             max_examples=100,
             stateful_step_count=50,
-            deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),

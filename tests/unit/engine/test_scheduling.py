@@ -67,7 +67,7 @@ requests = st.tuples(st.integers(1, LONGEST_PROMPT), st.integers(1, MOST_OUTPUT)
 
 
 @given(st.lists(st.one_of(requests, st.none()), max_size=60), st.integers(0, 3))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_one_owner_is_served_as_by_first_come(script, owner) -> None:
     fair, plain = Service(), Service(FirstCome())
     for item in script:
@@ -93,7 +93,7 @@ script = st.lists(
 
 
 @given(script)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_while_two_wait_they_are_served_alike(script) -> None:
     """At every moment at which both have waited since an earlier one, whichever that is."""
     service = Service()
@@ -122,7 +122,7 @@ def test_while_two_wait_they_are_served_alike(script) -> None:
 
 
 @given(script)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_everyone_is_served_once_and_nothing_is_left(script) -> None:
     service = Service()
     asked = 0

@@ -130,7 +130,7 @@ def test_more_ranks_than_there_is_to_share() -> None:
     size=st.integers(20, 5000),
     parts=st.lists(st.tuples(st.floats(0, 3000), st.floats(0.1, 10)), min_size=1, max_size=8),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_leveled(size: int, parts: list[tuple[float, float]]) -> None:
     """All of the size is shared, nobody gets less than the least, and those above it are level."""
     taken, weights = [t for t, _ in parts], [w for _, w in parts]

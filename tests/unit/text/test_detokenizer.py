@@ -45,7 +45,7 @@ some_cuts = st.lists(st.integers(0, 60), max_size=8)
 
 
 @given(some_tokenizer, some_ids, some_cuts, st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_tokens_in_any_grouping_give_the_text_of_all(name, ids, cuts, skip):
     tokenizer = ALL[name]
     ids = [i % tokenizer.size for i in ids]
@@ -128,7 +128,7 @@ def expected_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str
     some_cuts,
     st.booleans(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_stop_strings_are_found_wherever_tokens_cut_them(text, stops, cuts, include):
     stops = tuple(stops)
     draw = random.Random(repr((text, stops)))
@@ -195,7 +195,7 @@ def _wordpiece() -> Tokenizer:
 
 
 @given(st.lists(st.integers(0, 6), max_size=50), some_cuts)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_text_of_another_decoder(ids, cuts):
     tokenizer = _wordpiece()
     whole = run(tokenizer, ids, [], prompt_token_ids=[])[0]
