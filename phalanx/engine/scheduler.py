@@ -88,7 +88,7 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self._max_in_flight = max_in_flight
         self._step_id = 0
-        self._speculation = config.speculation
+        self._speculation, self._most_sampled = config.speculation, config.max_num_sampled
         self.counters = Counters()
         if self._speculation is not None:
             self.counters.speculation.accepted_at = [0] * self._speculation.num_speculative_tokens
@@ -266,7 +266,7 @@ class Scheduler:
         ready = [request for request in self.running if not request.in_flight][:share]
         if self._speculation is not None:
             rows = len(ready) + min(len(self._free_slots), len(self.queue))
-            draft.proposals = self._config.max_num_sampled - rows
+            draft.proposals = self._most_sampled - rows
         for position, request in enumerate(ready):
             if not draft.budget:
                 break
@@ -289,6 +289,8 @@ class Scheduler:
             return []
         room = min(draft.budget - kept - 1, draft.proposals, request.max_total - len(request.tokens) - 1)
         proposed = proposer.propose(request.tokens, room, sharing)
+        if not proposed:
+            return proposed
         spare = max(0, self.pool.num_free - len(self.running)) + len(request.blocks)
         return proposed[: max(0, spare * self.pool.block_size - len(request.tokens))]
 

@@ -5,7 +5,8 @@ A `Proposer` belongs to one running request and is told how far its proposals we
     look-up   the n-gram at the end, `prompt_lookup_max` to `prompt_lookup_min` tokens long, is looked up in the prompt
               and the answer; of the places where the longest occurred, the latest. As long as what was proposed from a
               place comes true, the next tokens are taken from there, without another look-up.
-    pace      each step adds a bounded number of tokens to the index; until it holds all, nothing is proposed.
+    pace      each step that could pay for a token adds a bounded number of tokens to the index; until it holds all,
+              nothing is proposed. In other steps nothing is done.
     credit    what a refused token costs, and an accepted one saves, is counted in a request's share of a step. A
               request spends its credit and is given back what it has saved, so a run of refusals ends by itself. What
               can be lost is bounded: `FIRST_CREDIT` once, and `LOSS` of each step.
@@ -98,10 +99,12 @@ class Proposer:
     def propose(self, tokens: Sequence[int], room: int, running: int) -> list[int]:
         """What may follow `tokens`, at most `room` tokens; call once before each step that samples one for it.
         `running` requests share the step."""
-        indexed = self._index.extend(tokens, INDEXED_AT_ONCE)
         affordable = int(self._credit / _cost(1, running))
         if affordable < 1:
             self._credit += LOSS
+            self._source = None
+            return []
+        indexed = self._index.extend(tokens, INDEXED_AT_ONCE)
         most = min(self._most, room, affordable)
         source = self._next_source(tokens) if indexed and most > 0 else None
         self._source, self._known = source, len(tokens)

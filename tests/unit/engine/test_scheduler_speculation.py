@@ -43,6 +43,18 @@ def test_wrong_proposals_change_nothing_but_the_work() -> None:
     assert driver.scheduler.counters.speculation.draft_tokens > 60
 
 
+def test_the_option_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = driver_with()
+    driver.ask("a", [1, 2, 3], max_tokens=21)
+
+    def read(given: object) -> None:
+        raise AssertionError("it is read in a step")
+
+    monkeypatch.setattr("phalanx.config.read_speculative_config", read)
+    driver.drain()
+    assert len(driver.executor.plans) == 5
+
+
 def test_nothing_is_proposed_beyond_the_last_token() -> None:
     driver = driver_with(proposed=9)
     driver.ask("a", [1, 2, 3], max_tokens=4)

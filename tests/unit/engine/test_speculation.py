@@ -120,6 +120,15 @@ def test_where_nothing_comes_true_little_is_lost(running, answer):
     assert lost / answer < 0.03
 
 
+def test_without_credit_nothing_is_done():
+    text, at = [1, 2, 3, 1, 2], proposer()
+    waiting, end = 0, at._index.end
+    while not at.propose(text, 4, 8):
+        assert at._index.end == end
+        waiting += 1
+    assert waiting > 3
+
+
 def test_it_begins_again_when_a_text_becomes_repetitive():
     rng = random.Random(3)
     noise = [token for _ in range(40) for token in (1, 2, rng.randrange(10, 10**6))]
