@@ -91,7 +91,6 @@ class Proposer:
         self._most = config.num_speculative_tokens
         self._index = NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max)
         self._credit = FIRST_CREDIT
-        self._proposed: list[int] = []
         self._source: int | None = None
         """Where the latest proposal was taken from, as long as it came true."""
         self._known = 0
