@@ -153,5 +153,5 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     def __del__(self) -> None:
         gathering = getattr(self, "_gathering", None)
-        if gathering is not None and not self._loop.is_closed():
+        if gathering is not None and gathering.running and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(gathering.cancel)

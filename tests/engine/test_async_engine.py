@@ -174,6 +174,19 @@ async def test_leaving_a_stream_aborts_it(how):
     await engine.close()
 
 
+async def test_dropping_a_stream_that_is_over_wakes_nobody(monkeypatch):
+    """Each wake-up of the event loop from outside costs it a turn and two calls of the system."""
+    engine, woken = await start(), []
+    monkeypatch.setattr(asyncio.get_running_loop(), "call_soon_threadsafe", woken.append)
+    assert await text_of(engine.generate("ab", params()))
+    stream = await engine.submit("ab", params(max_tokens=4000))
+    await stream.aclose()
+    del stream
+    gc.collect()
+    assert woken == []
+    await engine.close()
+
+
 async def test_cancelling_submit_leaves_nothing():
     class Slow(EchoEngine):
         async def generate(self, request):
