@@ -37,7 +37,7 @@ from tests.helpers.serving import Client, Serving
 
 STREAMS = 4
 PROMPTS = ("The sea is", "Once upon a time", "The capital of France", "A computer is")
-OPTIONS = ("--dtype", "float32", "--kv-cache-memory-bytes", "256M")
+OPTIONS = ("--dtype", "float32", "--kv-cache-memory-bytes", "256M", "--max-model-len", "2048")
 FIRST_S = 120.0
 
 
