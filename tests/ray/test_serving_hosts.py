@@ -83,12 +83,20 @@ def test_a_host_is_lost(bed: RayHosts, served: Served, deed: str, index: int) ->
     served.streams_through(lambda: None)
 
 
+@pytest.fixture
+def patient(bed: RayHosts, tiny: str) -> Iterator[Served]:
+    """With the hang timeout that users have: TCP sends again what was lost at longer and longer intervals."""
+    made = Served(bed, tiny, "-tp", "--hang-timeout", "10")
+    yield made
+    made.close()
+
+
 def flap(cable: Cable) -> None:
-    for _ in range(3):
+    for _ in range(2):
         cable.silent = True
-        time.sleep(0.6)
+        time.sleep(0.5)
         cable.silent = False
-        time.sleep(0.2)
+        time.sleep(0.3)
 
 
 def delay(cable: Cable) -> None:
@@ -98,26 +106,26 @@ def delay(cable: Cable) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(bool(bad_network.missing()), reason=bad_network.missing() or "there are bad cables")
 @pytest.mark.parametrize("trouble", [flap, delay])
-def test_a_link_that_is_bad_and_no_loss(bed: RayHosts, served: Served, trouble: Callable[[Cable], None]) -> None:
+def test_a_link_that_is_bad_and_no_loss(bed: RayHosts, patient: Served, trouble: Callable[[Cable], None]) -> None:
     with bad_cable(bed.hosts[2]) as cable:
-        silence = served.streams_through(lambda: trouble(cable))
+        silence = patient.streams_through(lambda: trouble(cable))
         assert cable.frames > 1000
-        assert served.serving.status()["recoveries"] == [], served.serving.output
-        assert served.nodes() == ["host1", "host2"]
+        assert patient.serving.status()["recoveries"] == [], patient.serving.output
+        assert patient.nodes() == ["host1", "host2"]
         print(f"{trouble.__name__}: the longest silence of a stream was {silence:.1f} s")
 
 
 @pytest.mark.recovery
 @pytest.mark.slow
 @pytest.mark.skipif(bool(bad_network.missing()), reason=bad_network.missing() or "there are bad cables")
-def test_a_link_that_is_half_open(bed: RayHosts, served: Served) -> None:
+def test_a_link_that_is_half_open(bed: RayHosts, patient: Served) -> None:
     """What the host sends arrives, what is sent to it does not."""
     try:
         with bad_cable(bed.hosts[2]) as cable:
-            silence = served.streams_through(lambda: setattr(cable, "deaf", True))
-            first = served.serving.status()["recoveries"][0]
+            silence = patient.streams_through(lambda: setattr(cable, "deaf", True))
+            first = patient.serving.status()["recoveries"][0]
             assert first["node"] == "host2" and first["kind"] in ("network", "hung"), first
-            assert served.nodes() == ["host1", "host1"]
+            assert patient.nodes() == ["host1", "host1"]
             print(f"half open: noticed after {first['detection_s']} s, the longest silence was {silence:.1f} s")
     finally:
         bed.bring_back(2, CPUS[2])
