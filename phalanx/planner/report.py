@@ -271,7 +271,8 @@ def _shortage(demand: Demand, rank: RankMemory) -> str:
     one = demand.blocks_per_request * rank.kv_bytes_per_block
     needed = rank.weights + rank.activations + one
     missing = rank.missing(demand.blocks_per_request)
-    node = "" if rank.device.node == "-" else f" on {rank.device.node}"
+    named = rank.device.node in ("-", rank.device.name.partition(" of ")[2])
+    node = "" if named else f" on {rank.device.node}"
     return (
         f"({rank.device.name}{node}) needs {size(needed)}: {size(rank.weights)} for weights, "
         f"{size(rank.activations)} for activations, {size(one)} for the KV cache of one request of "

@@ -200,7 +200,9 @@ def test_what_does_not_fit_a_host_with_less_memory(bed: RayHosts, tmp_path: Path
     try:
         assert serving.ends(90) == 1, serving.output
         last = serving.output.strip().splitlines()[-1]
-        assert last.startswith("error: ") and "host2" in last and "memory" in last, serving.output
+        assert re.match(r"error: The model does not fit 2 workers .* Rank 1 \(cpu of host2\) needs ", last), (
+            serving.output
+        )
         pids = lambda: [pid for host in bed.hosts for pid in host.pids()]  # noqa: E731
         assert wait_until(lambda: not any(name_of(pid).startswith("phalanx") for pid in pids()), 5)
     finally:
