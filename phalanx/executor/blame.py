@@ -20,6 +20,9 @@ from phalanx.executor.messages import raised
 _CAUSE_S = 0.5
 """Seconds to wait for better words about a loss: from the launcher, or from the rank that went first."""
 
+_GLANCE_S = 0.01
+"""Seconds where nothing can be heard from the rank's node: what its launcher knows by then, it says."""
+
 _POLL_S = 0.05
 
 
@@ -54,7 +57,8 @@ def failure(
         return _died(first[0][0], first[0][1].message.rstrip("."))
     if lost:
         # Of several, one whose end is known to have come by itself says most.
-        causes = [(m, launcher.cause(m.rank, max(0.0, deadline - time.monotonic()))) for m in lost]
+        left = max(0.0, deadline - time.monotonic())
+        causes = [(m, launcher.cause(m.rank, min(left, _GLANCE_S) if m.unreachable else left)) for m in lost]
         member, cause = next(((m, c) for m, c in causes if c is not None), (lost[0], None))
         return _died(member, f"{cause or member.why}{before}", kind_of(cause or member.why), member.silent)
     if failures:

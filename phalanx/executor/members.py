@@ -88,6 +88,8 @@ class Member:
         self.why = "its connection ended"
         self.silent: float | None = None
         """Why it was lost, as far as its connection tells, and the seconds it had been silent then."""
+        self.unreachable = False
+        """It was lost because the network or its node is silent."""
 
     @property
     def node(self) -> str:
@@ -409,7 +411,7 @@ class Watch:
             return
         log.debug("rank %d: %s", member.rank, error)
         if isinstance(error, Unreachable):
-            member.why, member.silent = error.words, error.silent
+            member.why, member.silent, member.unreachable = error.words, error.silent, True
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
         del self._talks[fd]

@@ -106,10 +106,13 @@ class RayLauncher:
         place = self._place(rank)
         if place is None or place.life is None or self.cause(rank) is not None:
             return
-        done, _ = self._places.ray.wait([place.actor.kill.remote(rank)], timeout=_KILL_S)
-        if not done or self.cause(rank, _KILL_S) is None:
-            place.silent_since = time.monotonic()
-            self._places.end(place)
+        reached = self._places.reaches(place)
+        if reached:
+            done, _ = self._places.ray.wait([place.actor.kill.remote(rank)], timeout=_KILL_S)
+            if done and self.cause(rank, _KILL_S) is not None:
+                return
+        place.silent_since = time.monotonic()
+        self._places.end(place, wait=reached)
 
     def cause(self, rank: int, wait: float = 0.0) -> str | None:
         place = self._place(rank)

@@ -33,6 +33,7 @@ from phalanx.executor.ray_death import death_in_words
 from phalanx.executor.ray_rank import Introduction, RankActor, address_towards
 from phalanx.executor.ray_session import RaySession
 from phalanx.executor.ray_view import RayView
+from phalanx.worker.capacity import Capacity
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ _PAUSE_S = 0.25
 _SILENT_S = 5.0
 """For so long a node that was silent is not tried again; then it is if it can be reached."""
 _REACH_S = 1.0
+_KNOCK_S = 0.5
+"""Seconds for a node to answer from which nothing was heard for long."""
 
 
 @dataclass
@@ -137,21 +140,28 @@ class RayPlaces:
         if not ranks:
             return
         towards, told = self.own_address(), msgspec.msgpack.encode(config)
-        asked = {}
+        asked, measured = {}, self._measured()
         for rank in ranks:
             place = self.places[rank]
             place.actor = place.actor or self._actor(place)
-            asked[rank] = place.actor.introduce.remote(told, towards)
+            asked[rank] = place.actor.introduce.remote(told, towards, place.site.node not in measured)
         self.ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ACTOR_S)
         for rank, reference in asked.items():
             place = self.places[rank]
             try:
-                place.said = msgspec.msgpack.decode(self.ray.get(reference, timeout=0), type=Introduction)
+                said = msgspec.msgpack.decode(self.ray.get(reference, timeout=0), type=Introduction)
+                capacity = measured.get(place.site.node, said.capacity)
+                place.said = msgspec.structs.replace(said, capacity=capacity)
             except self.ray.exceptions.GetTimeoutError:
                 raise WorkerDied(rank, f"its actor did not start within {_ACTOR_S:g} s", node=place.site.name) from None
             except self.ray.exceptions.RayError as error:
                 place.dead = True
                 raise _did_not_start(rank, place, error) from error
+
+    def _measured(self) -> dict[str, Capacity]:
+        """Of nodes whose ranks share one device: it has been measured once."""
+        known = {place.site.node: place.said.capacity for place in self.places.values() if place.said is not None}
+        return {node: capacity for node, capacity in known.items() if capacity is not None and capacity.shared}
 
     def own_address(self) -> str:
         """This node's address on the way to the other nodes."""
@@ -215,15 +225,21 @@ class RayPlaces:
             return Place(group, 0, site) if group is not None else None
         return None
 
-    def end(self, place: Place) -> None:
-        """End an actor and what is under it. Returns when it is gone, or cannot be reached."""
+    def reaches(self, place: Place) -> bool:
+        """Whether its node answers. It may not, long before Ray gives it up."""
+        there = self.view.alive().get(place.site.node)
+        return there is not None and _answers(there, _KNOCK_S)
+
+    def end(self, place: Place, *, wait: bool = True) -> None:
+        """End an actor and what is under it. Returns when it is gone, or cannot be reached; or at once, without
+        `wait`."""
         if place.actor is None or place.dead:
             return
         ray = self.ray
         with contextlib.suppress(Exception):  # whatever Ray says, it is not ours any more
             asked = place.life if place.life is not None else place.actor.kill.remote(-1)
             ray.kill(place.actor, no_restart=True)
-            ray.wait([asked], timeout=_KILL_S)
+            ray.wait([asked], timeout=_KILL_S if wait else 0)
         place.dead = True
         if place.said is not None and place.said.node == node_id():
             deadline = time.monotonic() + _GONE_S
@@ -372,10 +388,10 @@ def _reached(sites: list[Site], view: RayView) -> list[Site]:
     return [site for site in sites if site.node in there]
 
 
-def _answers(node: Mapping[str, Any]) -> bool:
+def _answers(node: Mapping[str, Any], seconds: float = _REACH_S) -> bool:
     """Whether its raylet can be reached."""
     try:
-        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_REACH_S):
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=seconds):
             return True
     except OSError:
         return False

@@ -54,8 +54,9 @@ class RankActor:
         self._supervisor = SupervisorProcess(zygote=fork)
         self._supervisor.start()
 
-    def introduce(self, config: bytes, towards: str) -> bytes:
-        """An `Introduction`. `towards` is an address on the executor's node."""
+    def introduce(self, config: bytes, towards: str, measuring: bool) -> bytes:
+        """An `Introduction`. `towards` is an address on the executor's node; `measuring`: the node's capacity is not
+        known, if it is wanted."""
         import ray
 
         said = Introduction(
@@ -66,7 +67,8 @@ class RankActor:
             found = survey(told)
         except PhalanxError as error:
             return msgspec.msgpack.encode(msgspec.structs.replace(said, failure=error.message))
-        capacity = next(iter(measure(told.model.device)), None) if is_wanted(told.parallel) else None
+        wanted = measuring and is_wanted(told.parallel)
+        capacity = next(iter(measure(told.model.device)), None) if wanted else None
         return msgspec.msgpack.encode(msgspec.structs.replace(said, survey=found, capacity=capacity))
 
     def live(self, start: bytes, place: int, ranks: int, threads: int | None) -> str:

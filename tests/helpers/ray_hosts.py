@@ -27,12 +27,15 @@ SETTINGS = {
     "RAY_enable_metrics_collection": "0",
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_prestart_worker_first_driver": "0",
+    "OMP_NUM_THREADS": "1",
+}
+ALERT = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
-    "OMP_NUM_THREADS": "1",
 }
+"""Ray notices the loss of a node within seconds, so that tests need not wait for it."""
 
 
 class RayHosts:
@@ -86,13 +89,14 @@ class RayHosts:
 
 
 @contextlib.contextmanager
-def ray_hosts(cpus: Sequence[int], **env: str) -> Iterator[RayHosts]:
-    """A node on each host, with so many CPUs; `env` is for all of them. Hosts have the addresses 10.77.0.10 and on."""
+def ray_hosts(cpus: Sequence[int], *, alert: bool = True, **env: str) -> Iterator[RayHosts]:
+    """A node on each host, with so many CPUs; `env` is for all of them. Hosts have the addresses 10.77.0.10 and on.
+    Without `alert`, Ray looks after its nodes as it does by default."""
     folder = tempfile.mkdtemp(prefix="phxray-", dir="/tmp")
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         bed = RayHosts(stack.enter_context(test_bed(len(cpus))), folder)
-        bed.env |= env
+        bed.env |= (ALERT if alert else {}) | env
         for index, count in enumerate(cpus):
             bed.node(index, cpus=count)
         yield bed

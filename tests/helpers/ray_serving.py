@@ -7,12 +7,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import psutil
 
 from tests.helpers.asks import Oracle, wait_for_events
-from tests.helpers.history import check_stream, longest_gap
+from tests.helpers.history import check_stream, longest_gap, next_event_after
 from tests.helpers.hosts import Host
 from tests.helpers.pace import Pace
 from tests.helpers.processes import wait_until
@@ -41,6 +42,8 @@ class Served:
             start=host.start,
             network=host.network,
         )
+        self.struck = self.moved = 0.0
+        """When streams were disturbed last (time.time), and the seconds from then to the next token of the last one."""
         self.serving.ready()
         self.oracle = Oracle(self.serving, NAMES)
 
@@ -52,8 +55,16 @@ class Served:
         with self.pace.slow():
             clients = [self.oracle.ask(self.serving, NAMES[i % len(NAMES)]) for i in range(STREAMS)]
             assert wait_for_events(clients, 4 * STREAMS, 60), self.serving.output
+            self.struck, struck = time.time(), time.monotonic()
             strike()
-        return self.finished(clients)
+        silence = self.finished(clients)
+        self.moved = next_event_after([client.saw for client in clients], struck) or 0.0
+        return silence
+
+    def noticed(self, host: str) -> float:
+        """Seconds from the last strike until the server said that a rank on this host was lost."""
+        line = self.serving.says(rf"(?m)^(\S+ \S+) WARNING \[.*\] Rank \d+ on {host} was lost: .*")
+        return datetime.strptime(line[1], "%Y-%m-%d %H:%M:%S.%f").timestamp() - self.struck
 
     def finished(self, clients: list[Client]) -> float:
         for client in clients:

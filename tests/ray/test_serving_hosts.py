@@ -1,6 +1,7 @@
 """A server on a Ray cluster of three hosts, two tensor ranks on two of them, 20 streams: a host is killed, frozen, cut
 off and healed, its link flaps, is half open or slow, its raylet is killed, the head is started again. Every stream ends
-with the text of an undisturbed one.
+with the text of an undisturbed one. (The short form of a silent host is in
+`test_silent_host`.)
 """
 
 from __future__ import annotations
@@ -45,17 +46,6 @@ def served(bed: RayHosts, tiny: str) -> Iterator[Served]:
     made = Served(bed, tiny)
     yield made
     made.close()
-
-
-@pytest.mark.recovery
-def test_a_host_that_falls_silent(bed: RayHosts, served: Served) -> None:
-    """Its rank goes to the other host, which has room; it comes back and is used again. (The short form.)"""
-    assert served.nodes() == ["host1", "host2"]
-    try:
-        silence = served.streams_through(bed.hosts[2].cut)
-        assert served.nodes() == ["host1", "host1"] and silence < 60
-    finally:
-        bed.bring_back(2, CPUS[2])
 
 
 @pytest.mark.recovery

@@ -1,0 +1,46 @@
+"""What actors are asked of themselves, without Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from phalanx.config import EngineConfig
+from phalanx.distributed.mesh import Mesh
+from phalanx.executor.placement import Site
+from phalanx.executor.ray_places import Place, RayPlaces
+from phalanx.executor.ray_rank import Introduction
+from phalanx.worker.capacity import Capacity
+
+
+class Actor:
+    """Says what it is told to; keeps whether it was to measure."""
+
+    def __init__(self, capacity: Capacity | None):
+        self.asked: list[bool] = []
+        self.introduce = SimpleNamespace(remote=self._introduce)
+        self._capacity = capacity
+
+    def _introduce(self, config: bytes, towards: str, measuring: bool) -> bytes:
+        self.asked.append(measuring)
+        said = Introduction("host", "node", 1, {}, capacity=self._capacity if measuring else None)
+        return msgspec.msgpack.encode(said)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_ranks_of_a_node_share_is_measured_once(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while a stream waits for a rank that takes the place of a lost one."""
+    monkeypatch.setenv("PHALANX_HOST_IP", "127.0.0.1")
+    config, measured = EngineConfig(), Capacity("device", 8, 4, 1.0, shared=shared)
+    places = RayPlaces(Mesh(tp=3), config.parallel, "cpu")
+    ray = SimpleNamespace(wait=lambda *_, **__: None, get=lambda answer, timeout: answer)
+    places._session = SimpleNamespace(ray=ray)  # type: ignore[assignment]
+    actors = [Actor(measured) for _ in range(3)]
+    for rank, node in enumerate("aab"):
+        places.places[rank] = Place(None, 0, Site(node, node, {}, {}), actor=actors[rank])
+    for rank in range(3):
+        places.introduce([rank], config)
+    assert [actor.asked for actor in actors] == [[True], [not shared], [True]]
+    assert [place.said and place.said.capacity for place in places.places.values()] == [measured] * 3
