@@ -34,9 +34,9 @@ SECTIONS = {
 }
 """Sections of the configuration, in the order of the help, with the titles of their groups."""
 
-_OTHER_VARIABLES = ("cache", "debug", "config", "host_ip", "fault")
-"""`PHALANX_…` variables that are not options: the cache folder, tracebacks, the file that `--config` names, and this
-machine's address for other nodes, and faults for tests."""
+_OTHER_VARIABLES = ("cache", "debug", "config", "host_ip", "kernels", "fault")
+"""`PHALANX_…` variables that are not options: the cache folder, tracebacks, the file that `--config` names, this
+machine's address for other nodes, what computes on a CPU, and faults for tests."""
 
 _MAX_FILE_BYTES = 2**20
 

@@ -120,7 +120,7 @@ def test_values_may_hold_underscores_and_equals_signs():
 
 
 def test_unknown_variables_warn_and_suggest(capsys):
-    assert from_variables({"prot": "1", "cache": "/x", "debug": "1"}) == {}
+    assert from_variables({"prot": "1", "cache": "/x", "debug": "1", "kernels": "torch"}) == {}
     assert capsys.readouterr().err == (
         "warning: PHALANX_PROT is not an option and has no effect. Did you mean PHALANX_PORT?\n"
     )
