@@ -2,10 +2,6 @@
 
 #include "half.hpp"
 
-#if defined(__ARM_FEATURE_DOTPROD)
-#include <arm_neon.h>
-#endif
-
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the intrinsics' own undefined operands
 #endif

@@ -1,4 +1,5 @@
-"""The kernels' own tests against a library that watches its memory and its arithmetic: AddressSanitizer and UBSan."""
+"""The kernels' own tests, and those of tapes and native steps with what ranks exchange in them, against a library that
+watches its memory and its arithmetic: AddressSanitizer and UBSan."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+ABOVE = ("test_tapes.py", "test_decoding.py", "test_decoding_ranks.py")
+"""Of `tests/parity`: whole steps. Ranks are forked, so they have the same library."""
 CMAKE = Path(sys.executable).with_name("cmake")
 
 RUN = """
@@ -52,7 +55,9 @@ def test_kernels_under_sanitizers() -> None:
     # The second is there from the beginning, so that the first finds what it watches for exceptions.
     preload = f"{runtime('libasan.so')} {runtime('libstdc++.so')}"
     library = build(ROOT / "build" / "sanitized")
-    tests = sorted(str(p) for p in Path(__file__).parent.glob("test_*.py") if p != Path(__file__))
+    builds = {"test_sanitized.py", "test_arm.py"}
+    tests = sorted(str(p) for p in Path(__file__).parent.glob("test_*.py") if p.name not in builds)
+    tests += [str(ROOT / "tests" / "parity" / name) for name in ABOVE]
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(library), "-q", "-s", "-x", "-n0", "-p", "no:cacheprovider", *tests],
         cwd=ROOT, capture_output=True, text=True,
