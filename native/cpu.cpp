@@ -16,9 +16,11 @@ std::vector<Isa> detect() {
     found.push_back(Isa::avx2);
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                      __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512vnni");
+                      __builtin_cpu_supports("avx512cd");
+    const bool sums = wide && __builtin_cpu_supports("avx512vnni");
     if (wide) found.push_back(Isa::avx512);
-    if (wide && __builtin_cpu_supports("avx512bf16")) found.push_back(Isa::avx512bf16);
+    if (sums) found.push_back(Isa::avx512vnni);
+    if (sums && __builtin_cpu_supports("avx512bf16")) found.push_back(Isa::avx512bf16);
   }
 #elif defined(__linux__) && defined(__aarch64__)
   if (getauxval(AT_HWCAP) & (1 << 20)) found.push_back(Isa::dotprod);  // HWCAP_ASIMDDP
@@ -35,7 +37,7 @@ Isa& chosen() {
 
 const std::vector<Isa>& compiled() {
 #if defined(__x86_64__)
-  static const std::vector<Isa> all{Isa::generic, Isa::avx2, Isa::avx512, Isa::avx512bf16};
+  static const std::vector<Isa> all{Isa::generic, Isa::avx2, Isa::avx512, Isa::avx512vnni, Isa::avx512bf16};
 #elif defined(__aarch64__)
   static const std::vector<Isa> all{Isa::generic, Isa::dotprod};
 #else
@@ -65,6 +67,7 @@ const char* name_of(Isa isa) {
   switch (isa) {
     case Isa::avx2: return "avx2";
     case Isa::avx512: return "avx512";
+    case Isa::avx512vnni: return "avx512vnni";
     case Isa::avx512bf16: return "avx512bf16";
     case Isa::dotprod: return "dotprod";
     default: return "generic";

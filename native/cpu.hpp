@@ -7,11 +7,11 @@
 
 namespace phalanx {
 
-enum class Isa { generic, avx2, avx512, avx512bf16, dotprod };
+enum class Isa { generic, avx2, avx512, avx512vnni, avx512bf16, dotprod };
 
 // What the library has kernels for, the least first.
 const std::vector<Isa>& compiled();
-// What this machine can run of them. avx512 includes VNNI, as avx512bf16 does.
+// What this machine can run of them. avx512bf16 includes VNNI.
 const std::vector<Isa>& available();
 // For tests: false when this machine cannot run it.
 bool choose(const std::string& name);
@@ -37,10 +37,12 @@ const char* name_of(Isa isa);
   namespace generic { extern const Table table; }     \
   namespace avx2 { extern const Table table; }        \
   namespace avx512 { extern const Table table; }      \
+  namespace avx512vnni { extern const Table table; }  \
   namespace avx512bf16 { extern const Table table; }
 #define PHALANX_CASES_(table)                           \
   case Isa::avx2: return avx2::table;                 \
   case Isa::avx512: return avx512::table;             \
+  case Isa::avx512vnni: return avx512vnni::table;     \
   case Isa::avx512bf16: return avx512bf16::table;
 #elif defined(__aarch64__)
 #define PHALANX_DECLARE_EACH_(Table, table)             \

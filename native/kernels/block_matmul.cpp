@@ -48,6 +48,17 @@ template <int kBits>
 PHALANX_INLINE ints dot4(ints sum, quads weights, std::int32_t activations) {
 #if defined(__AVX512VNNI__)
   return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(activations));
+#elif defined(__AVX512BW__)  // as below
+  const __m512i a = _mm512_set1_epi32(activations);
+  __m512i two;
+  if constexpr (kBits == 8) {
+    const __m512i number = _mm512_xor_si512((__m512i)weights, _mm512_set1_epi8(-128));
+    const __m512i turned = _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(number), _mm512_setzero_si512(), a);
+    two = _mm512_maddubs_epi16(_mm512_abs_epi8(number), turned);
+  } else {
+    two = _mm512_maddubs_epi16((__m512i)weights, a);
+  }
+  return sum + (ints)_mm512_madd_epi16(two, _mm512_set1_epi16(1));
 #elif defined(__AVX2__)
   const __m256i a = _mm256_set1_epi32(activations);
   __m256i two;  // two products fit 16 bits: 63 · 127 · 2, or 128 · 127 · 2
