@@ -2,8 +2,8 @@
 
 A row samples at its last token and after each token proposed for it. A draw depends on the tokens before it and on its
 position alone, so each sampled token is what the request would have got there, provided that what it came after is
-what the request got: up to the first place where the sampled and the proposed token differ. native/decoding.cpp does the
-same of rows that ask for nothing but tokens.
+what the request got: up to the first place where the sampled and the proposed token differ. native/decoding.cpp does
+the same for rows that ask for nothing but tokens.
 """
 
 from __future__ import annotations
