@@ -52,6 +52,10 @@ RATIOS = {
 """What is compared, and the least that is hoped for."""
 
 
+MOST = max(count for count, _, _ in WORKLOADS.values())
+"""Requests at once. With more, a cache of this size would be short, and stages cut for the largest cache instead of for
+speed."""
+
 SETTLE_S = 3.0
 """After the start: an engine without work makes the beginning of its cache resident, for some seconds at most."""
 
@@ -62,7 +66,9 @@ class Engine:
 
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])  # the engine and its ranks inherit it
         self._loop = asyncio.new_event_loop()
-        config = EngineConfig.from_options(max_model_len=2048, kv_cache_memory_bytes="512M", **options)
+        config = EngineConfig.from_options(
+            max_model_len=2048, kv_cache_memory_bytes="512M", max_num_seqs=MOST, **options
+        )
         self._engine = AsyncEngine(config)
         self._loop.run_until_complete(self._engine.start())
         time.sleep(SETTLE_S)
