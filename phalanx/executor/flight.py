@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 import msgspec
@@ -36,11 +36,11 @@ class Pilot(Protocol):
 
 
 class Pending(Future[StepResult]):
-    """A step's result on its way."""
+    """A step's result on its way. One thread asks for it; it is made, told and asked without a lock."""
 
     def __init__(self, flight: Flight, plan: StepPlan):
-        super().__init__()
         self._flight, self._rows = flight, plan.rows
+        self._outcome: StepResult | BaseException | None = None
 
     @property
     def tokens(self) -> int:
@@ -48,9 +48,27 @@ class Pending(Future[StepResult]):
         return sum(unpack(self._rows.num_tokens, "H")) + len(unpack(self._rows.proposed))
 
     def result(self, timeout: float | None = None) -> StepResult:
-        if not self.done():
+        if self._outcome is None:
             self._flight.collect(self)
-        return super().result(timeout)
+        if isinstance(self._outcome, StepResult):
+            return self._outcome
+        raise self._outcome or CancelledError()
+
+    def done(self) -> bool:
+        return self._outcome is not None
+
+    def cancelled(self) -> bool:
+        return isinstance(self._outcome, CancelledError)
+
+    def cancel(self) -> bool:
+        self._outcome = self._outcome or CancelledError()
+        return self.cancelled()
+
+    def set_result(self, result: StepResult) -> None:
+        self._outcome = result
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        self._outcome = exception
 
 
 class Flight:
