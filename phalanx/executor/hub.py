@@ -168,6 +168,9 @@ class HubExecutor:
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """As `Executor.submit`."""
+        flight = self._flight
+        if flight is not None and plan.epoch == self._epoch and self._watch is not None and self._abort.reason is None:
+            return flight.submit(plan)
         refused: Future[StepResult] = Future()
         if self._watch is None:
             refused.set_exception(WorkerDied(0, "it is closed or was never started"))
@@ -175,10 +178,8 @@ class HubExecutor:
             refused.cancel()
         elif self._abort.reason is not None:
             refused.set_exception(self.death(None))
-        elif (flight := self._flight) is None:
-            refused.set_exception(self.death(GroupBroken("The epoch has not begun.")))
         else:
-            return flight.submit(plan)
+            refused.set_exception(self.death(GroupBroken("The epoch has not begun.")))
         return refused
 
     def restart(self, epoch: int) -> CacheLayout:
