@@ -21,7 +21,7 @@ from phalanx.executor.base import ExecutorLost
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
-from phalanx.executor.ray_death import death_in_words
+from phalanx.executor.ray_death import death_in_words, last_word
 from phalanx.executor.ray_places import Place, RayPlaces
 from phalanx.executor.seating import Choose, Share
 from phalanx.executor.survey import difference, survey, version_difference, versions
@@ -125,7 +125,7 @@ class RayLauncher:
                 return str(ray.get(place.life))
             except ray.exceptions.RayError as error:
                 place.dead = True
-                return death_in_words(error, place.site.name)
+                return death_in_words(last_word(ray, place.actor, error, wait), place.site.name)
         if wait and place.site.node not in self._places.view.alive():
             place.dead = True
             return f"its node {place.site.name} is gone"

@@ -6,6 +6,7 @@ Knows the texts of Ray 2.60 by what is in them; an unknown one is passed on, cut
 from __future__ import annotations
 
 import re
+from typing import Any
 
 _SYSTEM_EXIT = re.compile(r"Worker exits with an exit code (\d+)")
 _USED = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
@@ -36,6 +37,20 @@ def death_in_words(error: Exception, node: str) -> str:
     if name.startswith("RayTaskError") or getattr(error, "actor_init_failed", False):
         return f"its actor failed: {last_exception(str(error))[:300]}"
     return f"its actor is gone: {text[:300].rstrip('.')}"
+
+
+def last_word(ray: Any, actor: Any, error: Exception, wait: float) -> Exception:
+    """`error`, or what Ray says within `wait` seconds where that is only that the actor is unavailable: it hears that a
+    connection has ended before it hears why."""
+    if type(error).__name__ != "ActorUnavailableError":
+        return error
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=wait)
+    except ray.exceptions.GetTimeoutError:
+        return error
+    except ray.exceptions.RayError as later:
+        error = later
+    return error
 
 
 def _usage(text: str) -> str:

@@ -3,10 +3,12 @@ them when that was done to an actor; `tests/ray/test_deaths.py` does it to actor
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from phalanx.executor.death import kind_of
-from phalanx.executor.ray_death import death_in_words
+from phalanx.executor.ray_death import death_in_words, last_word
 
 exceptions = pytest.importorskip("ray.exceptions")
 
@@ -136,6 +138,37 @@ def test_words(error, words, kind):
     said = death_in_words(error(), "host1")
     assert said == words
     assert kind_of(said) == kind
+
+
+class Actor:
+    """Its calls end with these, one after the other."""
+
+    def __init__(self, *ends: object):
+        self.ends, self.__ray_ready__ = list(ends), SimpleNamespace(remote=lambda: self)
+
+
+def get(actor: Actor, timeout: float) -> object:
+    end = actor.ends.pop(0)
+    if isinstance(end, Exception):
+        raise end
+    return end
+
+
+@pytest.mark.parametrize(
+    ("end", "known"),
+    [
+        pytest.param(lambda: died(CRASHED), True, id="it knows now"),
+        pytest.param(lambda: exceptions.OutOfMemoryError(MONITOR), True, id="it was the monitor"),
+        pytest.param(lambda: exceptions.GetTimeoutError("Get timed out"), False, id="not in time"),
+        pytest.param(lambda: True, False, id="it is there again"),
+    ],
+)
+def test_what_ray_does_not_know_yet_is_asked_for_again(end, known):
+    ray = SimpleNamespace(exceptions=exceptions, get=get)
+    first, then = exceptions.ActorUnavailableError("Socket closed", None), end()
+    assert last_word(ray, Actor(then), first, 1.0) is (then if known else first)
+    certain = died(CRASHED)
+    assert last_word(ray, Actor(), certain, 1.0) is certain  # and nobody is asked
 
 
 def test_the_monitor_is_not_taken_for_the_kernel():
