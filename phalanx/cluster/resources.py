@@ -210,7 +210,8 @@ def optimize_gpu_memory(config: RayConfig | None = None) -> DeviceSettings:
     config = config or RayConfig()
     if not torch.cuda.is_available():
         why = "this process has no CUDA device"
-        names = ("cudnn_benchmark", "cudnn_deterministic", "memory_fraction")
+        names = ["cudnn_benchmark", "cudnn_deterministic", "memory_fraction"]
+        names += [] if config.gpu_ids is None else ["gpu_ids"]
         found = DeviceSettings(skipped=tuple(f"{name} ({why})" for name in names))
     else:
         found = _set_cuda(torch, config)

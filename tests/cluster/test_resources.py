@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from phalanx.cluster import RayConfig, create_placement_group, optimize_gpu_memory, setup_ray_resources
 from phalanx.cluster.resources import close_current, current
@@ -113,12 +117,87 @@ def test_what_cannot_be_joined_or_started() -> None:
     assert current() is None and descendants() <= before
 
 
-def test_devices_of_a_machine_without_gpus() -> None:
-    import torch
+@pytest.mark.parametrize(
+    ("asked", "handed_out"),
+    [
+        ({"gpu_ids": (3, 5)}, {"3", "5"}),
+        pytest.param({"num_gpus": 2}, {"0", "1"}, marks=pytest.mark.slow),
+        pytest.param({"num_gpus": 1, "gpu_ids": (3, 5)}, {"3"}, marks=pytest.mark.slow),
+    ],
+)
+def test_gpus_of_a_local_cluster(asked: dict[str, Any], handed_out: set[str]) -> None:
+    """As Ray counts them: no device is needed to hand one out."""
+    seen, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), len(handed_out)
+    wanted = RayConfig(address="local", num_cpus=2, **{**SMALL, "gpus_per_node": gpus}, **asked)
+    with setup_ray_resources(wanted) as resources:
+        ray = resources.ray
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
+        assert ray.cluster_resources()["GPU"] == gpus
+        refused(lambda: create_placement_group(wanted), f"GPU {gpus},", f"GPU 0 of {gpus} free")
+        resources.give_back()
 
-    if torch.cuda.is_available():
-        pytest.skip("this machine has GPUs; tests/gpu looks at them")
-    found = optimize_gpu_memory(RayConfig(memory_fraction=0.5))
-    assert found.applied == ()
-    assert [line.split()[0] for line in found.skipped] == ["cudnn_benchmark", "cudnn_deterministic", "memory_fraction"]
-    assert all("no CUDA device" in line for line in found.skipped)
+        class Holder:
+            def gpus(self) -> str:
+                return os.environ["CUDA_VISIBLE_DEVICES"]
+
+        holders = [ray.remote(num_cpus=0, num_gpus=1)(Holder).remote() for _ in range(gpus)]
+        assert sorted(ray.get([holder.gpus.remote() for holder in holders], timeout=60)) == sorted(handed_out)
+
+
+def test_devices_of_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    switches = ["cudnn_benchmark", "cudnn_deterministic", "memory_fraction"]
+    for config, names in (
+        (RayConfig(memory_fraction=0.5), switches),
+        (RayConfig(gpu_ids=(1,)), [*switches, "gpu_ids"]),
+    ):
+        found = optimize_gpu_memory(config)
+        assert found.applied == ()
+        assert [line.split()[0] for line in found.skipped] == names
+        assert all("no CUDA device" in line for line in found.skipped)
+
+
+class TestDevices:
+    """PyTorch as if it had two GPUs; `tests/gpu` has the real calls."""
+
+    @pytest.fixture(autouse=True)
+    def shares(self, monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+        shares: dict[int, float] = {}
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        set_share = lambda share, gpu: shares.__setitem__(gpu, share)  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", set_share)
+        return shares
+
+    @pytest.fixture(autouse=True)
+    def cudnn(self, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+        cudnn = SimpleNamespace(is_available=lambda: True, benchmark=None, deterministic=None)
+        monkeypatch.setattr(torch.backends, "cudnn", cudnn)
+        return cudnn
+
+    def test_all_of_them(self, shares: dict[int, float], cudnn: SimpleNamespace) -> None:
+        found = optimize_gpu_memory()
+        assert shares == {0: 0.9, 1: 0.9} and (cudnn.benchmark, cudnn.deterministic) == (True, False)
+        said = [
+            "cudnn_benchmark True",
+            "cudnn_deterministic False",
+            *(f"memory_fraction 0.9 on GPU {n}" for n in (0, 1)),
+        ]
+        assert (list(found.applied), found.skipped) == (said, ())
+
+    def test_one_of_them(self, shares: dict[int, float], cudnn: SimpleNamespace) -> None:
+        optimize_gpu_memory(
+            RayConfig(gpu_ids=(1,), memory_fraction=0.25, cudnn_benchmark=False, cudnn_deterministic=True)
+        )
+        assert shares == {1: 0.25} and (cudnn.benchmark, cudnn.deterministic) == (False, True)
+
+    def test_without_cudnn(self, shares: dict[int, float], cudnn: SimpleNamespace) -> None:
+        cudnn.is_available = lambda: False
+        found = optimize_gpu_memory()
+        assert cudnn.benchmark is None and len(shares) == len(found.applied) == 2
+        assert [line.split()[0] for line in found.skipped] == ["cudnn_benchmark", "cudnn_deterministic"]
+        assert all("no cuDNN" in line for line in found.skipped)
+
+    def test_one_that_is_not_there(self, shares: dict[int, float], cudnn: SimpleNamespace) -> None:
+        refused(lambda: optimize_gpu_memory(RayConfig(gpu_ids=(0, 2))), "names GPU 2", "sees 2, numbered from 0")
+        assert not shares and cudnn.benchmark is None
