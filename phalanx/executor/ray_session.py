@@ -100,7 +100,7 @@ class RaySession:
         self.joined = True
         _start_no_other()
         if found is not None:
-            _warn_of_open_cluster(found)
+            warn_of_open_cluster(found)
 
     def _start(self, cpus: float, gpus: float, resources: dict[str, float], where: str | None) -> None:
         folder = _new_folder(where)
@@ -298,7 +298,7 @@ def _line(error: BaseException) -> str:
     return text[:400].rstrip(".")
 
 
-def _warn_of_open_cluster(address: str) -> None:
+def warn_of_open_cluster(address: str) -> None:
     from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
     if not is_token_auth_enabled() and not _is_loopback(address):

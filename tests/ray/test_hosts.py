@@ -242,6 +242,14 @@ def test_a_wrong_token(bed: RayHosts, model: Path) -> None:
     assert f"The Ray cluster at {bed.env['RAY_ADDRESS']}" in text and "RAY_AUTH_TOKEN" in text
 
 
+def test_a_cluster_without_a_token_is_warned_of(model: Path) -> None:
+    """SEC-28. Where there is a token, nothing is said (`test_stages_from_a_worker_node_encrypted`)."""
+    with ray_hosts((1,), RAY_AUTH_MODE="disabled") as open_bed, open_bed.executor(model) as ranks:
+        assert len(ranks.ready()) == 1
+        said = f"The Ray cluster at {open_bed.env['RAY_ADDRESS']} asks for no token: ANYBODY who can reach it"
+        assert [line for line in ranks.noise if said in line and " WARNING " in line], ranks.noise
+
+
 def test_a_machine_that_is_no_node(bed: RayHosts, model: Path) -> None:
     text = refused(bed, model, kind="ClusterMissing", on=1, on_its_own=True)
     assert "no Ray node of it runs on this machine" in text and "ray start --address" in text

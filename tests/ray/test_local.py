@@ -14,11 +14,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from ray._private.authentication import authentication_utils
 
 from phalanx import env
 from phalanx.errors import ConfigError
 from phalanx.executor.ray_reaper import MARK
-from phalanx.executor.ray_session import RaySession
+from phalanx.executor.ray_session import RaySession, warn_of_open_cluster
 from tests.helpers.executor_process import ExecutorProcess
 from tests.helpers.one_request import PROMPT
 from tests.helpers.plans import GREEDY
@@ -95,6 +96,26 @@ class TestRefusals:
 
         monkeypatch.setattr(ray, "__version__", "2.58.1")
         assert "Ray 2.58.1 is too old: Phalanx needs 2.59" in self.refused()
+
+
+@pytest.mark.parametrize(
+    ("token", "address", "warned"),
+    [
+        (False, "10.0.0.1:6379", True),
+        (False, "[fd00::1]:6379", True),
+        (False, "127.0.0.1:6379", False),
+        (False, "[::1]:6379", False),
+        (True, "10.0.0.1:6379", False),
+    ],
+)
+def test_an_open_cluster_is_warned_of(
+    token: bool, address: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`test_hosts` joins one."""
+    monkeypatch.setattr(authentication_utils, "is_token_auth_enabled", lambda: token)
+    warn_of_open_cluster(address)
+    said = f"The Ray cluster at {address} asks for no token: ANYBODY who can reach it can run programs on its nodes."
+    assert [(r.levelname, said in r.getMessage()) for r in caplog.records] == [("WARNING", True)] * warned
 
 
 @pytest.mark.usefixtures("alone")
