@@ -128,7 +128,7 @@ class TestAnswers:
         assert as_answers(responses) == want(prompts, GREEDY)
         assert [r.metadata["n"] for r in responses] == list(range(len(prompts)))
         assert {r.metadata["custom_param"] for r in responses} == {7}
-        assert len({r.metadata["pid"] for r in responses}) == 2, "dispatch goes by load"
+        assert len({r.metadata["pid"] for r in responses}) == 2
         assert responses[0].usage["completion_tokens"] == len(responses[0].token_ids)
         actor, index = engine.pool.get_actor()
         import ray
@@ -172,6 +172,22 @@ class TestAnswers:
             engine.generate("x", {"max_tokens": 3})
         assert engine.generate([], GREEDY) == []
 
+    def test_dispatch_goes_by_load(self, engine, pace) -> None:
+        """By requests under way: taking turns, or counting calls, would send them elsewhere."""
+        sampling = SamplingConfig(max_tokens=240, ignore_eos=True)
+        assert wait_until(lambda: set(work(engine).values()) == {0}, 10), work(engine)
+        _, held = engine.pool.get_actor(work=2.5)
+        (free,) = set(work(engine)) - {held}
+        with pace.slow(), contextlib.ExitStack() as stack:
+            stack.callback(engine.pool.release_actor, held, work=2.5)
+            for prompts, at_held in ((["the world", "a b c", "Hello"], 2.5), (["the world"], 3.5)):
+                stream = stack.enter_context(contextlib.closing(engine.generate_stream(prompts, sampling)))
+                next(stream)
+                assert wait_until(lambda want=at_held: work(engine) == {held: want, free: 3}, 10), work(engine)
+            running = lambda: {s["index"]: s.get("answer", {}).get("running") for s in engine.get_stats()}  # noqa: E731
+            assert wait_until(lambda: running() == {held: 1, free: 3}, 10), running()
+        assert wait_until(lambda: set(work(engine).values()) == {0}, 10), work(engine)
+
     def test_a_leader_that_is_killed_in_mid_answer(self, engine, want, pace) -> None:
         """Batches and streams go on in the other one, with the same draws, and nothing is told twice."""
         sampling = SamplingConfig(seed=3, max_tokens=200, ignore_eos=True)
@@ -203,6 +219,11 @@ class TestAnswers:
         thread.join(90)
         assert as_answers(result) == want(prompts, sampling)
         assert {r.metadata["custom_param"] for r in result} == {7}
+
+
+def work(engine: RayDistributedEngine) -> dict[int, float]:
+    """Handed out and not released, by leader."""
+    return {each["index"]: each["work"] for each in engine.pool.describe()}
 
 
 def one_busy(engine: RayDistributedEngine, but: Container[int] = ()) -> int:
