@@ -1,4 +1,4 @@
-"""`phalanx bench comm`: how fast the ranks of one machine exchange tensors, beside gloo.
+"""`phalanx bench comm`: how fast the ranks of one machine exchange tensors and messages, beside gloo.
 
 Forks the ranks, lets them time (`phalanx.distributed.speed`), and makes JSON and a table of what they say. A time is
 the slowest rank's. Nothing is left behind, whatever happens.
@@ -131,10 +131,10 @@ def _rank(rank: int, count: int, pipe: Connection) -> None:
         door = Door(rank, "127.0.0.1")
         pipe.send_bytes(_DONE + msgspec.msgpack.encode(door.address))
         roster = msgspec.msgpack.decode(pipe.recv_bytes(), type=list[Address])
-        groups = {n: speed.connect(n, door, roster, order.key, order.meeting, crowded) for n in order.transports}
+        ways = {n: speed.connect(n, door, roster, order.key, order.meeting, crowded) for n in order.transports}
         if order.cores:  # this thread only: gloo's own, started already, may run anywhere
             os.sched_setaffinity(0, {order.cores[rank % len(order.cores)]})
-        measured = speed.measure(groups, speed.OPERATIONS, order.sizes, order.seconds)
+        measured = speed.measure(ways, speed.OPERATIONS, order.sizes, order.seconds)
         pipe.send_bytes(_DONE + msgspec.msgpack.encode(measured))
         pipe.recv_bytes()  # nobody leaves before all are done
     except EOFError:
@@ -225,13 +225,16 @@ def table(result: dict[str, Any]) -> str:
     for line in lines:
         cells = [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
         text.append("  ".join(cells).rstrip())
-    text += ["", "The size is the whole tensor, also where each rank has a part of it. send is one way."]
+    text += ["", "The size is the whole tensor, also where each rank has a part of it. send and message are one way."]
     how = {name: value for name, value in result["how"].items() if name.endswith("_bytes")}
     if how:
         sizes = ", ".join(
             f"{name.removesuffix('_bytes').replace('_', ' ')} {value:,} bytes" for name, value in how.items()
         )
         text.append(f"{transport} is {result['how']['transport']}: {sizes}.")
+    if "message_limit" in result["how"]:
+        limit = result["how"]["message_limit"]
+        text.append(f"A message, of at most {limit:,} bytes, goes through a socket of its own, and not behind tensors.")
     for row in result["results"]:
         if "of_copy_speed" in row:
             speed = result["copy_gb_s"][str(row["bytes"])]

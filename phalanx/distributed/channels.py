@@ -28,12 +28,11 @@ import torch
 from phalanx.distributed.address import Address
 from phalanx.distributed.bootstrap import Door, Meeting, close_groups, connect_groups
 from phalanx.distributed.collectives import Group, Groups
+from phalanx.distributed.mailbox import MESSAGE_LIMIT, Mailbox
 from phalanx.distributed.mesh import AXES, Axis, Mesh
 from phalanx.distributed.transports.abort import Abort, GroupBroken, PeerLost
 from phalanx.distributed.transports.tcp import TcpGroup
 
-MESSAGE_LIMIT = 1 << 16
-"""Bytes of a message; what is larger is a tensor."""
 _LOOK_MS = 500
 _TOGETHER_S = 0.1
 """Ranks that hear of an end end too; so long, and the first one is among those that are named."""
@@ -69,10 +68,9 @@ class Channels:
         self._door = Door(rank, host)
         self._abort = Abort()
         self._groups: dict[Axis, Group] = {}
-        self._mailbox: TcpGroup | None = None
+        self._mailbox: Mailbox | None = None
         self._watched: TcpGroup | None = None
         self._background: dict[Axis, ThreadPoolExecutor] = {}
-        self._locks: dict[tuple[str, int], threading.Lock] = {}
         self._stop = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._watch: threading.Thread | None = None
         self._names: Sequence[str] = ()
@@ -95,13 +93,12 @@ class Channels:
             groups = connect_groups(self.mesh, self._door, roster, meeting, self._abort, crowded=crowded)
             self._groups = {axis: getattr(groups, axis) for axis in AXES}
             if self.mesh.world_size > 1:
-                self._mailbox, self._watched = (self._beside(roster, meeting, number) for number in (1, 2))
+                self._mailbox = Mailbox(self._beside(roster, meeting, 1))
+                self._watched = self._beside(roster, meeting, 2)
         except BaseException:
             self.close()
             raise
         if self._watched is not None:
-            for peer in range(self.mesh.world_size):
-                self._locks |= {("send", peer): threading.Lock(), ("receive", peer): threading.Lock()}
             self._watch = threading.Thread(target=self._look, name=f"phalanx-watch-{self.rank}", daemon=True)
             self._watch.start()
 
@@ -166,24 +163,17 @@ class Channels:
 
     def send_message(self, data: bytes, to: int) -> None:
         """At most MESSAGE_LIMIT bytes, to any other rank. Raises GroupBroken; ValueError for what is too long."""
-        if len(data) > MESSAGE_LIMIT:
-            raise ValueError(f"a message of {len(data)} bytes; at most {MESSAGE_LIMIT}. Larger things are tensors.")
         mailbox = self._to(to)
-        body = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        with self._in_use(), self._locks["send", to]:
-            mailbox.send(torch.tensor([len(data)]), to)
-            mailbox.send(body, to)
+        with self._in_use():
+            mailbox.send(data, to)
 
     def receive_message(self, source: int) -> bytes:
         """The next one of that rank; waits until it comes, that rank is gone, or this is closed. Raises GroupBroken."""
         mailbox = self._to(source)
-        with self._in_use(), self._locks["receive", source]:
-            length = int(mailbox.recv((1,), torch.int64, source))
-            if not 0 <= length <= MESSAGE_LIMIT:
-                raise GroupBroken(f"Rank {source} announced a message of {length} bytes.")
-            return mailbox.recv((length,), torch.uint8, source).numpy().tobytes()
+        with self._in_use():
+            return mailbox.receive(source)
 
-    def _to(self, peer: int) -> TcpGroup:
+    def _to(self, peer: int) -> Mailbox:
         if not 0 <= peer < self.mesh.world_size or peer == self.rank:
             raise ValueError(f"rank {self.rank} of {self.mesh.world_size} has no mailbox with rank {peer}")
         if self._mailbox is None:
@@ -198,7 +188,7 @@ class Channels:
             axis: {"ranks": list(self.mesh.group(axis, self.rank)), **group.describe()}
             for axis, group in self._groups.items()
         }
-        sealed = self._mailbox is not None and bool(self._mailbox.describe()["encrypted"])
+        sealed = self._mailbox is not None and self._mailbox.encrypted
         return {**axes, "messages": {"transport": "sockets", "at_most_bytes": MESSAGE_LIMIT, "encrypted": sealed}}
 
     def _look(self) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import torch
@@ -20,12 +21,15 @@ import torch
 from phalanx.distributed.address import Address
 from phalanx.distributed.bootstrap import Door, Meeting, connect_groups
 from phalanx.distributed.collectives import Group
+from phalanx.distributed.mailbox import MESSAGE_LIMIT, Mailbox
 from phalanx.distributed.mesh import Mesh
 from phalanx.distributed.transport import Packed
 from phalanx.distributed.transports.abort import Abort
 from phalanx.distributed.transports.nccl import TorchGroup
+from phalanx.distributed.transports.tcp import TcpGroup
 
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "barrier")
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "message", "barrier")
+"""A message goes through a mailbox, where there is one: not the way of tensors."""
 
 _BLOCKS = 4
 """The groups take turns this many times at each size."""
@@ -51,7 +55,7 @@ class Speed(msgspec.Struct, frozen=True):
     copied: dict[int, float]
     """Bytes a second of copying a tensor of so many bytes, with all ranks doing so at once."""
     how: dict[str, dict[str, Any]] = {}
-    """What each group says of itself (`Group.describe`)."""
+    """What each group says of itself (`Group.describe`), and `message_limit` where messages go another way."""
 
 
 def one_thread() -> None:
@@ -59,19 +63,28 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+class Ways(NamedTuple):
+    group: Group
+    mailbox: Mailbox | None
+    """None: messages are tensors too."""
+
+
 def connect(
     transport: str, door: Door, roster: Sequence[Address], key: bytes, meeting_file: str, crowded: bool
-) -> Group:
-    """This rank's group of all; `transport` is shm, tcp, tcp-encrypted, tcp-packed, or gloo (meets in that file)."""
+) -> Ways:
+    """From this rank to all; `transport` is shm, tcp, tcp-encrypted, tcp-packed, or gloo (meets in that file)."""
     rank, size = door.address.rank, len(roster)
     if transport == "gloo":
-        return _gloo(rank, size, meeting_file)
+        return Ways(_gloo(rank, size, meeting_file), None)
     if transport != "shm":  # as if every rank were on a node of its own
         roster = [msgspec.structs.replace(address, node=f"{address.node}/{address.rank}") for address in roster]
         door.address = roster[rank]
     packs = Packed() if transport == "tcp-packed" else None
     meeting = Meeting(0, key, transport == "tcp-encrypted", exchange_timeout=60.0, transport=packs)
-    return connect_groups(Mesh(tp=size), door, roster, meeting, Abort(), crowded=crowded).tp
+    group = connect_groups(Mesh(tp=size), door, roster, meeting, Abort(), crowded=crowded).tp
+    beside = replace(meeting, epoch=1, sockets=True, transport=None)
+    sockets = connect_groups(Mesh(dp=size), door, roster, beside, Abort(), crowded=True).dp
+    return Ways(group, Mailbox(cast(TcpGroup, sockets)))
 
 
 def _gloo(rank: int, size: int, meeting_file: str) -> Group:
@@ -84,25 +97,28 @@ def _gloo(rank: int, size: int, meeting_file: str) -> Group:
     return TorchGroup(backend, range(size), Abort())
 
 
-def measure(groups: Mapping[str, Group], operations: Sequence[str], sizes: Sequence[int], seconds: float) -> Speed:
+def measure(ways: Mapping[str, Ways], operations: Sequence[str], sizes: Sequence[int], seconds: float) -> Speed:
     """Times by operation and size; about `seconds` in all. Made by all ranks at once."""
-    cases = [(name, nbytes) for name in operations for nbytes in (sizes if name != "barrier" else [0])]
+    groups = {name: way.group for name, way in ways.items()}
+    own = {"barrier": [0], "message": [nbytes for nbytes in sizes if nbytes <= MESSAGE_LIMIT]}
+    cases = [(name, nbytes) for name in operations for nbytes in own.get(name, sizes)]
     share = seconds / (len(cases) * len(groups))
     copied = {nbytes: _copy_speed(next(iter(groups.values())), nbytes) for nbytes in sizes}
     timings = []
     for operation, nbytes in cases:
         samples: dict[str, list[float]] = {name: [] for name in groups}
-        calls = {name: _call(group, operation, nbytes) for name, group in groups.items()}
+        calls = {name: _call(way, operation, nbytes) for name, way in ways.items()}
         counts = {name: _count(group, calls[name], share / _BLOCKS) for name, group in groups.items()}
         for name in islice(cycle(groups), _BLOCKS * len(groups)):
             groups[name].barrier()
             samples[name] += _timed(calls[name], counts[name])
-        both_ways = 2 if operation == "send" else 1
+        both_ways = 2 if operation in ("send", "message") else 1
         for name, times in samples.items():
             ordered = sorted(t / both_ways for t in times)
             p90 = ordered[min(len(ordered) * 9 // 10, len(ordered) - 1)]
             timings.append(Timing(operation, nbytes, name, statistics.median(ordered), p90, len(ordered)))
-    return Speed(timings, copied, {name: group.describe() for name, group in groups.items()})
+    messages = {name: {"message_limit": MESSAGE_LIMIT} if way.mailbox is not None else {} for name, way in ways.items()}
+    return Speed(timings, copied, {name: {**group.describe(), **messages[name]} for name, group in groups.items()})
 
 
 def _timed(call: Callable[[], object], count: int) -> list[float]:
@@ -128,8 +144,9 @@ def _copy_speed(group: Group, nbytes: int) -> float:
     return nbytes / statistics.median(_timed(lambda: target.copy_(source), 15))
 
 
-def _call(group: Group, operation: str, nbytes: int) -> Callable[[], object]:
+def _call(way: Ways, operation: str, nbytes: int) -> Callable[[], object]:
     """The operation on a tensor of `nbytes` float32, of which each rank has or gets its part where it is split."""
+    group, mailbox = way
     size, me = group.size, group.rank
     count = max(nbytes // 4 // size, 1)
     whole, part, lengths = torch.zeros(count * size), torch.zeros(count), [count] * size
@@ -145,6 +162,8 @@ def _call(group: Group, operation: str, nbytes: int) -> Callable[[], object]:
         return lambda: group.broadcast(whole, 0)
     if operation == "barrier":
         return group.barrier
+    if operation == "message" and mailbox is not None:
+        return lambda: _message_and_answer(mailbox, me, bytes(nbytes))
     return lambda: _there_and_back(group, me, whole)
 
 
@@ -156,3 +175,11 @@ def _there_and_back(group: Group, me: int, tensor: torch.Tensor) -> None:
         group.recv(shape, tensor.dtype, 1)
     elif me == 1:
         group.send(group.recv(shape, tensor.dtype, 0), 0)
+
+
+def _message_and_answer(mailbox: Mailbox, me: int, data: bytes) -> None:
+    if me == 0:
+        mailbox.send(data, 1)
+        mailbox.receive(1)
+    elif me == 1:
+        mailbox.send(mailbox.receive(0), 0)

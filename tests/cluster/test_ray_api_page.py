@@ -25,7 +25,7 @@ def test_every_public_name_is_on_the_page() -> None:
 @pytest.mark.usefixtures("alone")
 def test_the_examples_run(model: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```py\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks).replace('"..."', repr(model)))
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=280)

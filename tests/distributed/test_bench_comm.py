@@ -29,7 +29,8 @@ def test_every_transport(transport, tmp_path, capsys):
     result = json.loads(target.read_text())
     assert (result["ranks"], result["transport"]) == (2, transport)
     rows = {(row["operation"], row["bytes"]): row for row in result["results"]}
-    assert set(rows) == {(o, n) for o in OPERATIONS for n in ((0,) if o == "barrier" else (1024, 1 << 22))}
+    own = {"barrier": (0,), "message": (1024,)}
+    assert set(rows) == {(o, n) for o in OPERATIONS for n in own.get(o, (1024, 1 << 22))}
     for row in rows.values():
         assert 0 < row["median_us"] <= row["p90_us"] and row["count"] >= 2
         assert ("gloo" in row) is (transport != "gloo")
@@ -37,6 +38,8 @@ def test_every_transport(transport, tmp_path, capsys):
             assert row["gb_s"] == pytest.approx(row["bytes"] / row["median_us"] / 1e3, rel=0.05, abs=0.001)
     assert 0 < rows["all_reduce", 1 << 22]["of_copy_speed"] < 30  # about 1, where both are measured in peace
     thresholds = {"shm": "sliced from 262,145 bytes", "tcp-packed": "compressed from 65,536 bytes"}
+    messages = "A message, of at most 65,536 bytes, goes through a socket of its own"
+    assert (messages in printed) is (result["how"].get("message_limit") == 65536) is (transport != "gloo")
     assert thresholds.get(transport, "") in printed and result["how"]["transport"] in ("shared memory", "tcp", "gloo")
     for word in (*OPERATIONS, "1 KB", "4 MB", "median", "p90", "bandwidth", "gloo", "of what copying allows"):
         assert word in printed
@@ -110,6 +113,18 @@ def test_a_rank_that_fails_is_named(monkeypatch):
     with pytest.raises(PhalanxError, match=r"Rank [01] of the measurement died"):
         comm.measure(2, "shm", [1024], seconds=0.5)
     assert descendants() <= others
+
+
+def test_messages_go_through_the_mailbox(monkeypatch):
+    """And not the way of tensors: without it there is no measurement."""
+    import phalanx.distributed.mailbox
+
+    def broken(*_):
+        raise ValueError("the box is shut")
+
+    monkeypatch.setattr(phalanx.distributed.mailbox.Mailbox, "send", broken)
+    with pytest.raises(PhalanxError, match=r"Rank 0 of the measurement failed: ValueError: the box is shut"):
+        comm.measure(2, "shm", [1024], seconds=0.5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
