@@ -4,8 +4,8 @@
 
 Two engines with the demo model, each with a process of its own, do the same work in turn, in a round both, in turns the
 first; ratios are taken within the round. The tokens must be equal, and are compared. Figures are tokens a second after
-the first ones. In `edit` and `recite` the answer repeats much of the prompt; `story` and `random` are for what
-proposing costs where little or nothing comes true.
+the first ones. In `edit`, `summary` and `recite` the answer repeats much of the prompt; `story` and `random` are for
+what proposing costs where little or nothing comes true.
 """
 
 from __future__ import annotations
@@ -39,12 +39,46 @@ class Work:
     input_len: int = 128
 
 
-_CODE = (ROOT / "phalanx" / "checkpoint" / "tensor_info.py").read_text()
+_CODE = '''
+class Basket:
+    """What a customer wants to buy."""
+
+    def __init__(self, customer):
+        self.customer = customer
+        self.items = []
+
+    def add(self, name, price, count=1):
+        """Put an item into the basket."""
+        self.items.append((name, price, count))
+
+    def remove(self, name):
+        """Take an item out of the basket."""
+        self.items = [item for item in self.items if item[0] != name]
+
+    def total(self):
+        """The price of all items."""
+        return sum(price * count for name, price, count in self.items)
+
+    def show(self):
+        """Print the basket."""
+        print(f"Basket of {self.customer}")
+        for name, price, count in self.items:
+            print(f"{count} x {name}: {price:.2f}")
+        print(f"Total: {self.total():.2f}")
+'''
+_REPORT = (
+    "The lighthouse on the northern cape was built in 1851. It stands on a rock of granite, forty metres above the "
+    "sea. For more than a hundred years a keeper and his family lived in the house beside it. Every evening the "
+    "keeper climbed the stairs, lit the lamp and wound up the clockwork that turned the lens. In 1968 the lamp was "
+    "replaced by an electric one, and the last keeper left the cape. The house was empty for twenty years. In 1990 "
+    "the town bought it and made it a museum, which has about nine thousand visitors a year. The museum shows the "
+    "old lens, the clockwork and the diaries of the keepers. This spring a storm damaged the roof, and the museum "
+    "had to close. The town now asks for donations to repair it before winter."
+)
 _TEXT = (ROOT / "docs" / "index.md").read_text() + (ROOT / "docs" / "kernels.md").read_text()[:2400]
 WORK = {
-    "edit": Work(
-        f"```python\n{_CODE}```\nRename the class to StoredTensor. Answer with the whole file and nothing else.", 1, 256
-    ),
+    "edit": Work(f"```python{_CODE}```\nAdd type hints. Answer with the whole file and nothing else.", 1, 240),
+    "summary": Work(f"{_REPORT}\n\nSummarize the text above.", 1, 128),
     "recite": Work(f"{_TEXT}\n\nRepeat the text above from its beginning, word by word.", 1, 256),
     "story": Work("Tell a long story about a lighthouse keeper and the sea.", 1, 256, temperature=1.0),
     "random": Work("", 1, 128),
@@ -52,7 +86,7 @@ WORK = {
     "random8": Work("", 8, 64),
     "random32": Work("", 32, 64),
 }
-LEAST = {"edit": 1.0, "recite": 1.0}
+LEAST = {"edit": 1.0, "summary": 1.0, "recite": 1.0}
 """Ratio that is hoped for; 0.97 where it is not named."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.speculation import WORK as WORK_OF_BENCHMARK
 from phalanx import LLM, SamplingParams
 from phalanx.kernels.library import native
 from phalanx.outputs import RequestOutput
@@ -91,6 +92,18 @@ def test_one_request_takes_fewer_steps() -> None:
     assert tokens[0] == tokens[1]
     assert steps[0] == 100
     assert steps[1] < 60
+
+
+@pytest.mark.parametrize("name", ["edit", "summary"])
+def test_what_quotes_its_prompt_takes_fewer_steps_by_a_third(name: str) -> None:
+    """A file to be changed, and a text to be made shorter, as someone who chats asks for it."""
+    work = WORK_OF_BENCHMARK[name]
+    with opened(dtype="float32", speculative_config=CONFIG) as llm:
+        params = SamplingParams(max_tokens=work.output_len, temperature=0.0)
+        (output,) = llm.chat([{"role": "user", "content": work.instruction}], params, use_tqdm=False)
+        steps = llm._engine.status().step
+    assert len(output.outputs[0].token_ids) == work.output_len
+    assert 3 * steps < 2 * work.output_len
 
 
 def test_a_cramped_cache_changes_no_token() -> None:
