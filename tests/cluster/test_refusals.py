@@ -33,11 +33,15 @@ TOKEN = "a" * 64
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
+    from ray._private.authentication_test_utils import reset_auth_token_state
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", TOKEN)
+        reset_auth_token_state()  # Ray reads it once in a process, where other tests have clusters too
         with ray_cluster(a={"num_cpus": 1}) as made:
             yield made
+    reset_auth_token_state()
 
 
 def asked(cluster: RayCluster, before: str = "", **variables: str | None) -> str:
