@@ -36,7 +36,8 @@ class Pilot(Protocol):
 
 
 class Pending(Future[StepResult]):
-    """A step's result on its way. One thread asks for it; it is made, told and asked without a lock."""
+    """A step's result on its way. One thread asks for it, so it is made, told and asked without a lock; nobody can have
+    himself called when it is there."""
 
     def __init__(self, flight: Flight, plan: StepPlan):
         self._flight, self._rows = flight, plan.rows
@@ -54,8 +55,20 @@ class Pending(Future[StepResult]):
             return self._outcome
         raise self._outcome or CancelledError()
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            self.result(timeout)
+        except CancelledError:
+            raise
+        except Exception as error:
+            return error
+        return None
+
     def done(self) -> bool:
         return self._outcome is not None
+
+    def running(self) -> bool:
+        return False
 
     def cancelled(self) -> bool:
         return isinstance(self._outcome, CancelledError)
