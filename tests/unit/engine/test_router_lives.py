@@ -69,7 +69,7 @@ async def test_who_keeps_something_for_the_next_life_hears_that_there_will_be_no
     await asyncio.gather(collect(router.generate(engine_request(max_tokens=8))), return_exceptions=True)
     if given_up:
         await asyncio.wait_for(router.lost(), 60)
-        await until(lambda: ended == [0])
+        await until(lambda: ended == [0], 5)
     assert len(ended) == given_up
     await router.close()
     assert set(ended) == {0}
