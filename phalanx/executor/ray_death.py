@@ -6,11 +6,13 @@ Knows the texts of Ray 2.60 by what is in them; an unknown one is passed on, cut
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 _SYSTEM_EXIT = re.compile(r"Worker exits with an exit code (\d+)")
 _USED = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 _THRESHOLD = re.compile(r"exceeded threshold of \d+B \(([\d.]+)% of")
+_PAUSE_S = 0.02
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*: ")
 
 
@@ -42,14 +44,17 @@ def death_in_words(error: Exception, node: str) -> str:
 def last_word(ray: Any, actor: Any, error: Exception, wait: float) -> Exception:
     """`error`, or what Ray says within `wait` seconds where that is only that the actor is unavailable: it hears that a
     connection has ended before it hears why."""
-    if type(error).__name__ != "ActorUnavailableError":
-        return error
-    try:
-        ray.get(actor.__ray_ready__.remote(), timeout=wait)
-    except ray.exceptions.GetTimeoutError:
-        return error
-    except ray.exceptions.RayError as later:
-        error = later
+    deadline = time.monotonic() + wait
+    while type(error).__name__ == "ActorUnavailableError" and (left := deadline - time.monotonic()) > 0:
+        try:
+            ray.get(actor.__ray_ready__.remote(), timeout=left)
+        except ray.exceptions.GetTimeoutError:
+            break
+        except ray.exceptions.RayError as later:
+            error = later
+        else:
+            break
+        time.sleep(_PAUSE_S)
     return error
 
 

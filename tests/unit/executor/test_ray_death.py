@@ -166,9 +166,12 @@ def get(actor: Actor, timeout: float) -> object:
 def test_what_ray_does_not_know_yet_is_asked_for_again(end, known):
     ray = SimpleNamespace(exceptions=exceptions, get=get)
     first, then = exceptions.ActorUnavailableError("Socket closed", None), end()
-    assert last_word(ray, Actor(then), first, 1.0) is (then if known else first)
+    unsure = exceptions.ActorUnavailableError("Connection refused", None)
+    assert last_word(ray, Actor(then), first, 9.0) is (then if known else first)
+    assert last_word(ray, Actor(unsure, then), first, 9.0) is (then if known else unsure)
+    assert last_word(ray, Actor(), first, 0.0) is first  # there is no time to ask
     certain = died(CRASHED)
-    assert last_word(ray, Actor(), certain, 1.0) is certain  # and nobody is asked
+    assert last_word(ray, Actor(), certain, 9.0) is certain  # and nobody is asked
 
 
 def test_the_monitor_is_not_taken_for_the_kernel():
