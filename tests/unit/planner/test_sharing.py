@@ -89,7 +89,7 @@ def test_long_lists_are_cut_and_equal_ranks_of_a_node_are_said_once():
 def test_what_does_not_fit_is_refused():
     spec = llama(heads=16, layers=12)
     config = resolve(EngineConfig.from_options(tensor_parallel_size=2), spec, Machine("cpu"))
-    with pytest.raises(NotEnoughMemory, match=r"Rank 1 \(cpu of small on small\)"):
+    with pytest.raises(NotEnoughMemory, match=r"Rank 1 \(cpu of small\)"):
         shared_out(config, spec, [host(), host(0.01, node="small")])
 
 
