@@ -69,8 +69,9 @@ def test_a_signal(cluster: RayCluster, number: signal.Signals) -> None:
 def test_what_ends_an_actor(cluster: RayCluster) -> None:
     ray = cluster.ray
     assert said(cluster, lambda actor, _: ray.kill(actor)) == "its actor was ended by ray.kill"
-    assert said(cluster, lambda actor, _: actor.exits.remote()) == "its actor's process on h1 ended with status 3"
-    assert said(cluster, lambda actor, _: actor.raises.remote()) == "its actor failed: ValueError: no such thing"
+    idle = ray.remote(Victim).options(num_cpus=1).remote()  # one that works would end its work first
+    assert dies_of(cluster, idle, idle.raises.remote()) == "its actor failed: ValueError: no such thing"
+    assert dies_of(cluster, idle, idle.exits.remote()) == "its actor's process on h1 ended with status 3"
     failing = ray.remote(Victim).options(num_cpus=1).remote(True)
     assert dies_of(cluster, failing, failing.pid.remote()) == "its actor failed: ValueError: no such thing"
 
