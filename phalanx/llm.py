@@ -28,6 +28,7 @@ from phalanx.engine.core import open_engine
 from phalanx.engine.core_messages import raised
 from phalanx.engine.engine import Engine
 from phalanx.engine.input_processor import InputProcessor
+from phalanx.engine.mailboxes import merged
 from phalanx.engine.output_processor import OutputProcessor, RequestAssembly, merge
 from phalanx.engine.resolution import for_engine, resolved
 from phalanx.errors import EngineDead, InvalidRequest, QueueFull
@@ -47,6 +48,10 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
+_AT_ONCE = 8
+"""Outputs of a request of which text is made together, at most: so much later a progress bar moves."""
+
+
 @dataclasses.dataclass
 class _Job:
     """One prompt being answered."""
@@ -54,6 +59,18 @@ class _Job:
     assembly: RequestAssembly
     children: list[EngineRequest]
     result: RequestOutput | None = None
+    _held: dict[str, list[EngineOutput]] = dataclasses.field(default_factory=dict)
+
+    def due(self, output: EngineOutput) -> EngineOutput | None:
+        """`output`, with those before it that could wait; None when it can, too. Nobody sees an answer before its end,
+        and the text of several tokens takes little longer than that of one; but a stop string has to be found."""
+        held = self._held.setdefault(output.request_id, [])
+        held.append(output)
+        begun = self.assembly.metrics.first_token is not None
+        if begun and output.finish_reason is None and len(held) < _AT_ONCE and not self.children[0].sampling.stop:
+            return None
+        del self._held[output.request_id]
+        return merged(held) if len(held) > 1 else output
 
 
 class LLM:
@@ -195,7 +212,8 @@ class LLM:
             return
         if output.error is not None:
             raise raised(output.error)
-        delta = assembly.push(output)
+        due = job.due(output)
+        delta = assembly.push(due) if due is not None else None
         if delta is None:
             return
         tokens = sum(len(choice.token_ids) for choice in delta.outputs)

@@ -10,7 +10,10 @@ import time
 import pytest
 
 from phalanx import LLM, SamplingParams, StructuredOutputs
+from phalanx.engine.client import EngineOutput
+from phalanx.engine.output_processor import RequestAssembly
 from phalanx.errors import CheckpointError, ConfigError, ContextLengthExceeded, EngineDead, InvalidRequest
+from phalanx.outputs import RequestOutput
 from tests.helpers.tiny_model import KV_BYTES_PER_TOKEN, write_tiny_model
 
 PROMPTS = ["hello world", "the stop", "x", "héllo 🙂", "a longer prompt that fills more than one block of the cache"]
@@ -146,6 +149,20 @@ def test_stop_strings_are_found_across_tokens(llm):
         assert choice.token_ids == ids[: len(choice.token_ids)]
         assert stop in llm.tokenizer.decode(choice.token_ids)
         assert stop not in llm.tokenizer.decode(choice.token_ids[:-1])
+
+
+@pytest.mark.parametrize(("stop", "most"), [((), 8), (("nowhere",), 41)])
+def test_text_is_made_of_several_tokens_at_once_unless_it_may_stop(llm, monkeypatch, stop, most):
+    pushed, push = [], RequestAssembly.push
+
+    def counted(assembly: RequestAssembly, output: EngineOutput) -> RequestOutput | None:
+        pushed.append(output)
+        return push(assembly, output)
+
+    monkeypatch.setattr(RequestAssembly, "push", counted)
+    (output,) = llm.generate("hello world", params(stop=stop))
+    assert len(output.outputs[0].token_ids) == 40
+    assert most - 2 <= len(pushed) <= most
 
 
 def test_stop_token_ids(llm):
