@@ -8,14 +8,19 @@ trusts them. `PHALANX_KERNELS` chooses: an instruction set that this machine has
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 from phalanx import env
 from phalanx.errors import ConfigError
+
+_AGAIN = "Phalanx again (in a checkout: `make native`)"
+_SLOW = "answers are slow until then"
 
 
 @cache
@@ -69,12 +74,14 @@ def _missing() -> Choice:
     except ModuleNotFoundError:
         pass
     except ImportError as error:
-        return Choice(False, f"PyTorch, because the native library cannot be loaded: {error}", "Install Phalanx again.")
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        reason = "PyTorch, because the native library was not built: there is no C++ compiler"
-        return Choice(False, reason, "Install one and Phalanx again; answers are slow until then.")
+        return Choice(False, f"PyTorch, because the native library cannot be loaded: {error}", f"Install {_AGAIN}.")
     reason = "PyTorch, because the native library was not built"
-    return Choice(False, reason, "Install Phalanx again; answers are slow until then.")
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return Choice(False, f"{reason}: there is no C++ compiler", f"Install one and {_AGAIN}; {_SLOW}.")
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        remedy = f"Install them (Debian: python3-dev) and {_AGAIN}; {_SLOW}."
+        return Choice(False, f"{reason}: there are no header files of Python", remedy)
+    return Choice(False, reason, f"Install {_AGAIN}; {_SLOW}.")
 
 
 def use_threads(count: int, cores: Sequence[int] = ()) -> None:

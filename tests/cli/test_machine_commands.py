@@ -102,12 +102,17 @@ def test_doctor_says_what_computes_and_why(wanted, status, words):
     assert found["status"] == status and words in found["detail"]
 
 
-def test_a_missing_library_is_explained(monkeypatch):
+def test_a_missing_library_is_explained(monkeypatch, tmp_path):
     monkeypatch.setattr(library, "native", lambda: None)
     monkeypatch.setattr(library, "import_module", broken(ModuleNotFoundError("no module")))
-    assert "was not built" in library.choice().reason and "again" in library.choice().remedy
+    assert "was not built" in library.choice().reason and "make native" in library.choice().remedy
+    (tmp_path / "c++").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(library.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "no header files of Python" in doctor.kernels().detail and "python3-dev" in doctor.kernels().remedy
     monkeypatch.setenv("PATH", "")
     assert "no C++ compiler" in doctor.kernels().detail and doctor.kernels().status == "warn"
+    assert "make native" in doctor.kernels().remedy
     monkeypatch.setattr(library, "import_module", broken(ImportError("a symbol is missing")))
     assert "a symbol is missing" in library.choice().reason
 
