@@ -96,6 +96,8 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"{flag} is not in this version: {REFUSED[flag]}")
         if not flag.startswith("-"):
             raise UsageError(f"Unexpected argument '{argument}'.", fix=f"'{self.prog} --help' shows the usage.")
+        if flag[1:] in self._option_string_actions:  # `--tp` for `-tp`
+            raise UsageError(f"Unknown flag {flag}.", fix=f"Did you mean {flag[1:]}?")
         close = difflib.get_close_matches(flag, self._visible_flags(), 1, cutoff=0.6)
         fix = f"Did you mean {close[0]}?" if close else f"'{self.prog} --help' lists the flags."
         raise UsageError(f"Unknown flag {flag}.", fix=fix)

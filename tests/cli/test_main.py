@@ -96,6 +96,7 @@ def test_version(capsys):
         (["cluster"], "not in this version"),
         (["serve", "--prot", "80"], "Did you mean --port?"),
         (["serve", "--max-modle-len=4"], "Did you mean --max-model-len?"),
+        (["serve", "--tp", "2"], "Did you mean -tp?"),
         (["serve", "one", "two"], "Unexpected argument 'two'"),
         (["serve", "--port", "many"], "--port"),
         (["serve", "--dtype", "bf16"], "Choose one of auto, float32, bfloat16, float16."),
