@@ -16,9 +16,9 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 .PHONY: help setup native serve demo negative-proof chaos soak test test-all test-optimized check format docs lock clean
 
 help:  ## list the commands
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 24
 
-setup:  ## make .venv with everything, and fetch the demo model (quick when done)
+setup:  ## make .venv with everything, and fetch the demo model; quick when done (PYTHON=… PIP_ARGS=…)
 	@scripts/setup
 
 native:  ## build the native library again after a change in native/ (make setup does it too, but from scratch)
@@ -32,7 +32,7 @@ serve:  ## start the server on 127.0.0.1:8000 (PORT=… MODEL=… ARGS=…)
 demo: setup  ## an answer streams from two ranks, one is killed in mid-stream, the answer goes on
 	@$(BIN)/python scripts/demo.py
 
-test: setup  ## run the test suite
+test: setup  ## run the test suite (TESTS=…)
 	@$(PYTEST) -m "not slow" $(TESTS)
 
 test-all: setup  ## run the test suite with the slow tests
