@@ -95,7 +95,8 @@ class Parser(argparse.ArgumentParser):
         if flag in REFUSED:
             raise UsageError(f"{flag} is not in this version: {REFUSED[flag]}")
         if not flag.startswith("-"):
-            raise UsageError(f"Unexpected argument '{argument}'.", fix=f"'{self.prog} --help' shows the usage.")
+            fix = f"'{self.prog} --help' shows the usage. A flag that takes several values is repeated for each."
+            raise UsageError(f"Unexpected argument '{argument}'.", fix=fix)
         if flag[1:] in self._option_string_actions:  # `--tp` for `-tp`
             raise UsageError(f"Unknown flag {flag}.", fix=f"Did you mean {flag[1:]}?")
         close = difflib.get_close_matches(flag, self._visible_flags(), 1, cutoff=0.6)

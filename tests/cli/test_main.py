@@ -98,6 +98,7 @@ def test_version(capsys):
         (["serve", "--max-modle-len=4"], "Did you mean --max-model-len?"),
         (["serve", "--tp", "2"], "Did you mean -tp?"),
         (["serve", "one", "two"], "Unexpected argument 'two'"),
+        (["serve", "one", "--api-key", "a", "b"], "A flag that takes several values is repeated"),
         (["serve", "--port", "many"], "--port"),
         (["serve", "--dtype", "bf16"], "Choose one of auto, float32, bfloat16, float16."),
         (["serve", "--port"], "expected one argument"),
