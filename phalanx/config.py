@@ -103,8 +103,9 @@ class ModelConfig:
     chat_template: str | None = option(None, "Jinja chat template: a file, or the template itself in one line.")
     generation_config: str = option(
         "auto",
-        "`auto` takes sampling defaults from the model's generation_config.json, `none` does not.",
+        "`auto` takes sampling defaults from the model's generation_config.json; `none`, or `vllm`, does not.",
         choices=("auto", "none"),
+        parse=lambda name: "none" if name == "vllm" else name,
     )
     seed: int | None = option(None, "Seed of the draws for requests that bring none. Default: random.")
     device: str = option("auto", "Where to run.", choices=("auto", "cpu", "cuda"))

@@ -118,6 +118,10 @@ def test_other_names_of_types(name, dtype):
     assert EngineConfig.from_options(dtype=name).model.dtype == dtype
 
 
+def test_without_the_models_sampling_defaults_by_vllms_name():
+    assert EngineConfig.from_options(generation_config="vllm").model.generation_config == "none"
+
+
 @pytest.mark.parametrize(
     ("options", "spec", "machine", "dtype"),
     [
