@@ -57,8 +57,10 @@ def failure(
         return _died(first[0][0], first[0][1].message.rstrip("."))
     if lost:
         # Of several, one whose end is known to have come by itself says most.
-        left = max(0.0, deadline - time.monotonic())
-        causes = [(m, launcher.cause(m.rank, min(left, _GLANCE_S) if m.unreachable else left)) for m in lost]
+        causes = []
+        for member in lost:
+            left = max(0.0, deadline - time.monotonic())
+            causes.append((member, launcher.cause(member.rank, min(left, _GLANCE_S) if member.unreachable else left)))
         member, cause = next(((m, c) for m, c in causes if c is not None), (lost[0], None))
         return _died(member, f"{cause or member.why}{before}", kind_of(cause or member.why), member.silent)
     if failures:

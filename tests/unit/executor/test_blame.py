@@ -47,6 +47,20 @@ def test_nobody_waits_for_words_from_a_node_that_is_silent(unreachable: bool) ->
     assert 0 < wait < 0.1 if unreachable else wait > 0.4
 
 
+def test_several_that_are_lost_share_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Slow(Launcher):
+        def cause(self, rank: int, wait: float = 0.0) -> str | None:
+            nonlocal now
+            now += wait
+            return super().cause(rank, wait)
+
+    monkeypatch.setattr("phalanx.executor.blame.time", SimpleNamespace(monotonic=lambda: now))
+    blamed(Slow(), *(lost(rank, "its connection ended", unreachable=False) for rank in range(8)))
+    assert now <= 0.5
+
+
 def test_what_the_launcher_knows_says_most() -> None:
     first, second = (lost(rank, "it is silent", unreachable=True) for rank in (0, 1))
     error = blamed(Launcher(rank1="its node was ended"), first, second)
