@@ -19,6 +19,8 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*: ")
 def death_in_words(error: Exception, node: str) -> str:
     """Why Ray says that an actor on `node` is gone."""
     text, name = " ".join(str(error).split()), type(error).__name__
+    if name.startswith("RayTaskError") or getattr(error, "actor_init_failed", False):  # whatever its text says
+        return f"its actor failed: {last_exception(str(error))[:300]}"
     if name == "OutOfMemoryError" or "running low on memory" in text:
         return f"Ray's memory monitor ended it, because {node} was running out of memory{_usage(text)}"
     if name == "NodeDiedError" or "node has died" in text:
@@ -36,8 +38,6 @@ def death_in_words(error: Exception, node: str) -> str:
         return f"its actor's process on {node} ended with status {code[1]}"
     if "worker process has died" in text:
         return f"its actor's process on {node} was killed or crashed; Ray saw its connection end"
-    if name.startswith("RayTaskError") or getattr(error, "actor_init_failed", False):
-        return f"its actor failed: {last_exception(str(error))[:300]}"
     return f"its actor is gone: {text[:300].rstrip('.')}"
 
 
@@ -66,8 +66,8 @@ def _usage(text: str) -> str:
 
 
 def last_exception(text: str) -> str:
-    """The exception and what it says: the last line of a traceback that looks so."""
-    lines = [line for line in text.splitlines() if _EXCEPTION.match(line)]
-    plain = lines[-1] if lines else text.splitlines()[-1].strip()
+    """The exception that a traceback ends with, and the first line of what it says."""
+    end = text.rpartition('\n  File "')[2].splitlines()
+    plain = next((line for line in end if _EXCEPTION.match(line)), text.splitlines()[-1].strip())
     name, _, rest = plain.partition(": ")
     return " ".join(f"{name.rpartition('.')[2]}: {rest}".split())[:1500].rstrip(". ")

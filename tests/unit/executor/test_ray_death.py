@@ -72,8 +72,9 @@ def died(text: str) -> Exception:
     return exceptions.ActorDiedError(context)
 
 
-def raised() -> Exception:
-    return exceptions.RayTaskError("RankActor.live", RAISED, ValueError("no such thing"))
+def raised(says: str = "no such thing") -> Exception:
+    text = RAISED.replace("ValueError: no such thing", f"ValueError: {says}")
+    return exceptions.RayTaskError("RankActor.live", text, ValueError(says))
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,16 @@ def raised() -> Exception:
             lambda: exceptions.ActorDiedError(raised()),
             "its actor failed: ValueError: no such thing",
             "failed", id="the constructor raised",
+        ),
+        pytest.param(
+            lambda: exceptions.ActorDiedError(raised("the node has died, a worker process has died")),
+            "its actor failed: ValueError: the node has died, a worker process has died",
+            "failed", id="what it raised sounds like Ray",
+        ),
+        pytest.param(
+            lambda: raised("running low on memory\nhint: buy some"),
+            "its actor failed: ValueError: running low on memory",
+            "failed", id="what it raised has several lines",
         ),
         pytest.param(
             exceptions.ActorDiedError,
