@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 import msgspec
 
 from phalanx.distributed.transports.abort import GroupBroken
 from phalanx.executor.base import WorkerDied
+from phalanx.executor.outcome import Outcome
 from phalanx.executor.traffic import Traffic
 from phalanx.step import StepPlan, StepResult, decode_result, encode, unpack
 
@@ -35,13 +35,12 @@ class Pilot(Protocol):
         ...
 
 
-class Pending(Future[StepResult]):
-    """A step's result on its way. One thread asks for it, so it is made, told and asked without a lock; nobody can have
-    himself called when it is there."""
+class Pending(Outcome):
+    """A step's result on its way."""
 
     def __init__(self, flight: Flight, plan: StepPlan):
+        super().__init__()
         self._flight, self._rows = flight, plan.rows
-        self._outcome: StepResult | BaseException | None = None
 
     @property
     def tokens(self) -> int:
@@ -51,37 +50,7 @@ class Pending(Future[StepResult]):
     def result(self, timeout: float | None = None) -> StepResult:
         if self._outcome is None:
             self._flight.collect(self)
-        if isinstance(self._outcome, StepResult):
-            return self._outcome
-        raise self._outcome or CancelledError()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            self.result(timeout)
-        except CancelledError:
-            raise
-        except Exception as error:
-            return error
-        return None
-
-    def done(self) -> bool:
-        return self._outcome is not None
-
-    def running(self) -> bool:
-        return False
-
-    def cancelled(self) -> bool:
-        return isinstance(self._outcome, CancelledError)
-
-    def cancel(self) -> bool:
-        self._outcome = self._outcome or CancelledError()
-        return self.cancelled()
-
-    def set_result(self, result: StepResult) -> None:
-        self._outcome = result
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        self._outcome = exception
+        return super().result(timeout)
 
 
 class Flight:

@@ -8,14 +8,14 @@ the process is lost, the next one finds them with a `Keeper`, if there is one.
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import msgspec
 
 from phalanx.config import EngineConfig
 from phalanx.distributed.pulse import Pulse
 from phalanx.executor.base import CacheLayout, StartProgress, WorkerDied, WorkerStatus
+from phalanx.executor.outcome import Outcome
 from phalanx.fault_point import reach
 from phalanx.step import StepPlan, StepResult
 
@@ -64,14 +64,8 @@ class InProcessExecutor:
         try:
             result = self._running().run(plan)
         except Exception as error:
-            failed: Future[StepResult] = Future()
-            failed.set_exception(_died(error))
-            return failed
-        if result is not None:
-            return _Finished(result)
-        dropped: Future[StepResult] = Future()
-        dropped.cancel()
-        return dropped
+            return Outcome(_died(error))
+        return Outcome(CancelledError() if result is None else result)
 
     def restart(self, epoch: int) -> CacheLayout:
         worker = self._running()
@@ -109,34 +103,6 @@ class InProcessExecutor:
         if self._worker is None:
             raise WorkerDied(0, "it is closed or was never started")
         return self._worker
-
-
-class _Finished(Future[StepResult]):
-    """With its result from the beginning: it is made and asked without a lock."""
-
-    def __init__(self, result: StepResult):
-        self._finished = result
-
-    def result(self, timeout: float | None = None) -> StepResult:
-        return self._finished
-
-    def exception(self, timeout: float | None = None) -> None:
-        return None
-
-    def done(self) -> bool:
-        return True
-
-    def running(self) -> bool:
-        return False
-
-    def cancelled(self) -> bool:
-        return False
-
-    def cancel(self) -> bool:
-        return False
-
-    def add_done_callback(self, fn: Callable[[Future[StepResult]], object]) -> None:
-        fn(self)
 
 
 def _died(error: Exception) -> WorkerDied:

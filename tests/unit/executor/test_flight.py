@@ -73,6 +73,7 @@ def test_who_asks_for_the_last_gets_those_before_it_too(flight: Flight, pilot: P
     assert second.result().step_id == 2
     assert first.done() and first.result().step_id == 1 and first.exception() is None
     assert pilot.tokens == [1, 2] and not flight.busy
+    assert "Pending" in repr(first)
 
 
 def test_all_are_lost_with_the_way(flight: Flight, way: Way) -> None:
