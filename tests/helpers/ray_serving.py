@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ from tests.helpers.asks import Oracle, wait_for_events
 from tests.helpers.history import check_stream, longest_gap, next_event_after
 from tests.helpers.hosts import Host
 from tests.helpers.pace import Pace
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import name_of, wait_until
 from tests.helpers.ray_hosts import RayHosts
 from tests.helpers.serving import Client, Serving
 from tests.helpers.worlds import OPTIONS
@@ -98,9 +97,3 @@ def kill_raylet(host: Host) -> None:
 def actor_of(rank: int) -> int:
     """The process of the actor that holds a rank's place."""
     return next(parent.pid for parent in psutil.Process(rank).parents() if name_of(parent.pid).startswith("ray::"))
-
-
-def name_of(pid: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).name()
-    return ""

@@ -21,9 +21,8 @@ from tests.helpers.one_rank import continuations
 from tests.helpers.one_request import PROMPT
 from tests.helpers.pace import Pace
 from tests.helpers.plans import GREEDY
-from tests.helpers.processes import wait_until
+from tests.helpers.processes import name_of, wait_until
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
-from tests.helpers.ray_serving import name_of
 from tests.helpers.serving import Client, Serving
 from tests.helpers.tiny_model import write_tiny_model
 from tests.helpers.worker_model import HEADS

@@ -1,7 +1,6 @@
 """A server on a Ray cluster of three hosts, two tensor ranks on two of them, 20 streams: a host is killed, frozen, cut
 off and healed, its link flaps, is half open or slow, its raylet is killed, the head is started again. Every stream ends
-with the text of an undisturbed one. (The short form of a silent host is in
-`test_silent_host`.)
+with the text of an undisturbed one. (The short form of a silent host is in `test_silent_host`.)
 """
 
 from __future__ import annotations
