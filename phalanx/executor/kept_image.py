@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 _WORDS = 1000
 """Bytes of last words."""
+_IMAGE = b"image"
+"""What a descriptor comes with."""
 
 
 def socket_pair() -> tuple[socket.socket, socket.socket]:
@@ -31,7 +33,7 @@ class Line:
     sock: socket.socket
 
     def keep(self, fd: int) -> None:
-        socket.send_fds(self.sock, [b"image"], [fd])
+        socket.send_fds(self.sock, [_IMAGE], [fd])
 
     def say(self, why: str) -> None:
         """Its last words."""
@@ -59,7 +61,7 @@ class KeptImage:
                 if fds:
                     self.let_go()
                     self.share, self.fd = share, fds[0]
-                else:
+                elif data != _IMAGE:  # else this process has no descriptor left for it
                     said = data.decode(errors="replace")
         return said
 
