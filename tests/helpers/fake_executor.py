@@ -20,7 +20,7 @@ import numpy as np
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineRequest
 from phalanx.engine.request import Grammar
-from phalanx.executor.base import CacheLayout, LoadProgress, WorkerDied, WorkerStatus
+from phalanx.executor.base import CacheLayout, StartProgress, WorkerDied, WorkerStatus
 from phalanx.step import (
     NO_TOKEN,
     Admission,
@@ -164,7 +164,7 @@ class FakeExecutor:
 
     # The contract
 
-    def start(self, config: EngineConfig, progress: LoadProgress | None = None) -> CacheLayout:
+    def start(self, config: EngineConfig, progress: StartProgress | None = None) -> CacheLayout:
         return self.layout
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
