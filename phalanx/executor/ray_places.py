@@ -50,6 +50,8 @@ _SILENT_S = 5.0
 _REACH_S = 1.0
 _KNOCK_S = 0.5
 """Seconds for a node to answer from which nothing was heard for long."""
+_MUTE_S = 1.0
+"""For so long one that did not is not asked again: its ranks are ended one after the other."""
 
 
 @dataclass
@@ -88,6 +90,8 @@ class RayPlaces:
         """Made by us."""
         self.places: dict[int, Place] = {}
         """By seat, which is the rank it was reserved for. One that could not be reserved is dead."""
+        self._mute: dict[str, float] = {}
+        """Nodes that did not answer, and when."""
 
     @property
     def ray(self) -> Any:
@@ -227,8 +231,14 @@ class RayPlaces:
 
     def reaches(self, place: Place) -> bool:
         """Whether its node answers. It may not, long before Ray gives it up."""
-        there = self.view.alive().get(place.site.node)
-        return there is not None and _answers(there, _KNOCK_S)
+        node, now = place.site.node, time.monotonic()
+        if now - self._mute.get(node, -math.inf) < _MUTE_S:
+            return False
+        there = self.view.alive().get(node)
+        if there is not None and _answers(there, _KNOCK_S):
+            return True
+        self._mute[node] = now
+        return False
 
     def end(self, place: Place, *, wait: bool = True) -> None:
         """End an actor and what is under it. Returns when it is gone, or cannot be reached; or at once, without

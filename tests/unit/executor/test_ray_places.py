@@ -9,6 +9,7 @@ import pytest
 
 from phalanx.config import EngineConfig
 from phalanx.distributed.mesh import Mesh
+from phalanx.executor import ray_places
 from phalanx.executor.placement import Site
 from phalanx.executor.ray_places import Place, RayPlaces
 from phalanx.executor.ray_rank import Introduction
@@ -44,3 +45,16 @@ def test_what_ranks_of_a_node_share_is_measured_once(shared: bool, monkeypatch: 
         places.introduce([rank], config)
     assert [actor.asked for actor in actors] == [[True], [not shared], [True]]
     assert [place.said and place.said.capacity for place in places.places.values()] == [measured] * 3
+
+
+def test_a_silent_node_is_asked_once_for_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question takes half a second, in which streams wait."""
+    asked: list[str] = []
+    monkeypatch.setattr(ray_places, "_answers", lambda node, seconds: asked.append(node) or node == "b")
+    monkeypatch.setattr(RayPlaces, "view", SimpleNamespace(alive=lambda: {"a": "a", "b": "b"}))
+    places = RayPlaces(Mesh(tp=3), EngineConfig().parallel, "cpu")
+    ranks = [Place(None, 0, Site(node, node, {}, {})) for node in "aaabbc"]
+    assert [places.reaches(rank) for rank in ranks] == [False, False, False, True, True, False]
+    assert asked == ["a", "b", "b"]
+    monkeypatch.setattr(ray_places, "_MUTE_S", 0.0)
+    assert not places.reaches(ranks[0]) and asked[3:] == ["a"]
