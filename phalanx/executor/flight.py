@@ -14,7 +14,7 @@ import msgspec
 
 from phalanx.distributed.transports.abort import GroupBroken
 from phalanx.executor.base import WorkerDied
-from phalanx.executor.outcome import Outcome
+from phalanx.executor.step_future import StepFuture
 from phalanx.executor.traffic import Traffic
 from phalanx.step import StepPlan, StepResult, decode_result, encode, unpack
 
@@ -35,7 +35,7 @@ class Pilot(Protocol):
         ...
 
 
-class Pending(Outcome):
+class Pending(StepFuture):
     """A step's result on its way."""
 
     def __init__(self, flight: Flight, plan: StepPlan):

@@ -15,7 +15,7 @@ import msgspec
 from phalanx.config import EngineConfig
 from phalanx.distributed.pulse import Pulse
 from phalanx.executor.base import CacheLayout, StartProgress, WorkerDied, WorkerStatus
-from phalanx.executor.outcome import Outcome
+from phalanx.executor.step_future import StepFuture
 from phalanx.fault_point import reach
 from phalanx.step import StepPlan, StepResult
 
@@ -64,8 +64,8 @@ class InProcessExecutor:
         try:
             result = self._running().run(plan)
         except Exception as error:
-            return Outcome(_died(error))
-        return Outcome(CancelledError() if result is None else result)
+            return StepFuture(_died(error))
+        return StepFuture(CancelledError() if result is None else result)
 
     def restart(self, epoch: int) -> CacheLayout:
         worker = self._running()

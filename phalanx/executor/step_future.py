@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError, Future
 from phalanx.step import StepResult
 
 
-class Outcome(Future[StepResult]):
+class StepFuture(Future[StepResult]):
     """One thread asks for it, so it is made, told and asked without a lock; nobody can have himself called when it is
     there."""
 
