@@ -118,14 +118,15 @@ class RayLauncher:
         place = self._place(rank)
         if place is None or place.life is None:
             return None
-        ray = self._places.ray
+        ray, deadline = self._places.ray, time.monotonic() + wait
         done, _ = ray.wait([place.life], timeout=wait)
         if done:
             try:
                 return str(ray.get(place.life))
             except ray.exceptions.RayError as error:
                 place.dead = True
-                return death_in_words(last_word(ray, place.actor, error, wait), place.site.name)
+                error = last_word(ray, place.actor, error, deadline - time.monotonic())
+                return death_in_words(error, place.site.name)
         if wait and place.site.node not in self._places.view.alive():
             place.dead = True
             return f"its node {place.site.name} is gone"

@@ -7,8 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from phalanx.config import EngineConfig
+from phalanx.distributed.mesh import Mesh
 from phalanx.executor.death import kind_of
+from phalanx.executor.launcher import Layout
+from phalanx.executor.placement import Site
+from phalanx.executor.ray import RayLauncher
 from phalanx.executor.ray_death import death_in_words, last_word
+from phalanx.executor.ray_places import Place
 
 exceptions = pytest.importorskip("ray.exceptions")
 
@@ -183,6 +189,30 @@ def test_what_ray_does_not_know_yet_is_asked_for_again(end, known):
     assert last_word(ray, Actor(), first, 0.0) is first  # there is no time to ask
     certain = died(CRASHED)
     assert last_word(ray, Actor(), certain, 9.0) is certain  # and nobody is asked
+
+
+def test_a_launcher_waits_no_longer_than_it_is_told_to(monkeypatch):
+    now = 0.0
+
+    def wait(asked, timeout):
+        nonlocal now
+        now += 0.4
+        return asked, []
+
+    def get(asked, timeout=None):
+        nonlocal now
+        if timeout is None:
+            raise exceptions.ActorUnavailableError("Socket closed", None)
+        now += timeout
+        raise exceptions.GetTimeoutError("Get timed out")
+
+    for module in ("ray", "ray_death"):
+        monkeypatch.setattr(f"phalanx.executor.{module}.time", SimpleNamespace(monotonic=lambda: now))
+    place = Place(None, 0, Site("a", "host1", {}, {}), actor=Actor(), life=object())
+    places = SimpleNamespace(places={0: place}, ray=SimpleNamespace(exceptions=exceptions, wait=wait, get=get))
+    launcher = RayLauncher(EngineConfig(), Layout(Mesh()), places=places)
+    assert "Ray does not know yet" in launcher.cause(0, 0.5)
+    assert now == pytest.approx(0.5)
 
 
 def test_the_monitor_is_not_taken_for_the_kernel():
