@@ -227,7 +227,10 @@ class FrontEnds:
     async def _live(self, place: _Place) -> str:
         """One life. How it ended, in words that follow a colon."""
         place.state = "loading"
-        ours, process = self._spawn(place)
+        try:
+            ours, process = self._spawn(place)
+        except OSError as error:  # the system has no memory or descriptors for it
+            return f"it could not be started ({error.strerror or error})"
         place.process = process
         stream = await FrameStream.over(ours, decode_from_server)
         try:
@@ -330,7 +333,8 @@ class FrontEnds:
         ours, theirs = socket.socketpair()
         own = ["--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         own += ["--number", str(place.number), "--life", str(place.life)]
-        with theirs:
+        with theirs, contextlib.ExitStack() as given_up:
+            given_up.enter_context(ours)
             process = subprocess.Popen(
                 [sys.executable, "-P", *self._command, *own],
                 pass_fds=[theirs.fileno(), *self._inherited],
@@ -339,6 +343,7 @@ class FrontEnds:
                 process_group=0,
                 env=env.for_child(),
             )
+            given_up.pop_all()
         return ours, process
 
     async def _watch(

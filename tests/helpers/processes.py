@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import psutil
 
@@ -33,6 +36,21 @@ def name_of(pid: int) -> str:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).name()
     return ""
+
+
+@contextlib.contextmanager
+def no_process_at_first() -> Iterator[list[OSError]]:
+    """The first one that is asked for, the system does not give; what it said."""
+    start, refused = subprocess.Popen.__init__, []
+
+    def scarce(*given: object, **options: object) -> None:
+        if not refused:
+            refused.append(OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)))
+            raise refused[0]
+        start(*given, **options)  # type: ignore[call-overload]
+
+    with mock.patch.object(subprocess.Popen, "__init__", scarce):
+        yield refused
 
 
 def gone_within(pid: int, seconds: float) -> bool:
