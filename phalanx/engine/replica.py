@@ -72,15 +72,17 @@ class Replica:
         door: socket.socket | None = None,
         cores: Sequence[int] = (),
         threads: int = 0,
+        ranks: bool = False,
         kept: KeptImage | None = None,
     ):
         """`life` counts the processes in this one's place, `number` is which of several it is. `door` is where other
         nodes call: it stays open here when the process is lost. It runs on `cores` with `threads` threads; none, 0: as
-        the system will. `kept` has the weights that the one before it has left, and gets what this one leaves."""
+        the system will. `ranks` says that processes of their own will compute. `kept` has the weights that the one
+        before it has left, and gets what this one leaves."""
         self._progress = progress
         self._cores, self._threads = tuple(cores), threads
         self._door = door
-        self._life, self._number = life, number
+        self._life, self._number, self._ranks = life, number, ranks
         self._kept = kept
         self._line: socket.socket | None = None
         """By which the process leaves the image of its weights."""
@@ -106,14 +108,21 @@ class Replica:
         """The engine process, None before `spawn`."""
         return None if self._process is None else self._process.pid
 
-    def spawn(self, *, ranks: bool = False) -> socket.socket:
-        """Start the process; it imports what it needs and waits. `ranks` says that processes of their own will compute.
-        Returns this end of the way to it. Call it on the event loop's thread: on Linux the process ends with the thread
-        that started it."""
-        ours, theirs = socket.socketpair()
+    def spawn(self) -> socket.socket:
+        """Start the process; it imports what it needs and waits. Returns this end of the way to it. Call it on the
+        event loop's thread: on Linux the process ends with the thread that started it. Raises EngineLost where the
+        system has no memory or descriptors for one."""
+        try:
+            return self._spawn()
+        except OSError as error:
+            why = f"it could not be started ({error.strerror or error})"
+            raise EngineLost(f"The engine process is gone: {why}.", why) from None
+
+    def _spawn(self) -> socket.socket:
+        self._socket, theirs = socket.socketpair()
         command = [sys.executable, "-P", "-m", "phalanx.engine.core"]  # -P: the current folder is no place for modules
         command += ["--fd", str(theirs.fileno()), "--parent", str(os.getpid()), "--life", str(self._life)]
-        command += ["--ranks"] if ranks else []
+        command += ["--ranks"] if self._ranks else []
         command += ["--cores", ",".join(map(str, self._cores))] if self._cores else []
         inherited = [theirs.fileno()]
         if self._door is not None:
@@ -138,8 +147,7 @@ class Replica:
                 process_group=0,
                 env=env.for_engine(self._threads),
             )
-        self._socket = ours
-        return ours
+        return self._socket
 
     def configure(self, config: EngineConfig, name: str) -> None:
         """What to load: `config` as `resolution.for_engine` made it, and what the model is called."""
@@ -149,8 +157,8 @@ class Replica:
         """Returns when the model is loaded. Raises UserError, EngineDead; then nothing is left running."""
         if self._start is None:
             raise ValueError("configure the replica before it starts")
-        sock = self._socket or self.spawn()
         try:
+            sock = self._socket or self.spawn()
             self._stream = stream = await FrameStream.over(sock, decode_from_engine)
             self._socket = None
             await stream.send(self._start)
@@ -322,8 +330,9 @@ class Replica:
         self._fail_all(self._lost or EngineLost.closed())
         if self._stream is not None:
             self._stream.close()
-        if self._socket is not None:
-            self._socket.close()
+        for sock in (self._socket, self._line):
+            if sock is not None:
+                sock.close()
 
     async def _end(self, grace: float) -> None:
         """Wait `grace` seconds for the process to end, then kill it; it is reaped on return."""

@@ -52,13 +52,14 @@ class Replicas:
             door=door,
             cores=cores,
             threads=threads,
+            ranks=self._config.forks_ranks(number),
             kept=self._images[number],
         )
 
     def spawn(self) -> None:
         """Start the processes."""
-        for number, replica in enumerate(self.first):
-            replica.spawn(ranks=self._config.forks_ranks(number))
+        for replica in self.first:
+            replica.spawn()
 
     def configure(self, config: EngineConfig, name: str) -> None:
         """As `Replica.configure`."""
@@ -68,7 +69,7 @@ class Replicas:
 
     @property
     def makers(self) -> list[Callable[[], Replica]]:
-        """For each, what gives another one in its place, started but not loaded."""
+        """For each, what gives another one in its place, not started."""
         return [partial(self._another, number) for number in range(len(self._places))]
 
     def ended(self, number: int) -> None:
@@ -79,7 +80,6 @@ class Replicas:
         replica = self._new(number, life=next(self._lives[number]))
         if self._prepared is not None:
             replica.configure(*self._prepared)
-        replica.spawn(ranks=self._config.forks_ranks(number))
         return replica
 
 

@@ -33,7 +33,7 @@ from phalanx.step import TokenLogprobs
 from phalanx.text import tokenizer as tokenizer_module
 from tests.helpers.engine_requests import collect, engine_request, tokens_of
 from tests.helpers.pace import Pace, pace_of
-from tests.helpers.processes import alive, descendants, gone_within, until
+from tests.helpers.processes import alive, descendants, gone_within, no_process_at_first, until
 from tests.helpers.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -264,6 +264,20 @@ async def test_a_request_outlives_a_killed_engine_process(model, expected, pace)
         assert [tokens_of(outputs)] == expected(prompt, request.sampling)
     await router.close()
     assert not any(alive(each.pid) for each in replicas)
+
+
+async def test_a_process_that_the_system_does_not_give_at_first_is_asked_for_again(model):
+    """Just after a loss it may have no memory for one, or this process no descriptors."""
+    async with AsyncEngine(config(model)) as engine:
+        wanted, held = await tokens(engine.generate("hello", params())), descriptors()
+        with no_process_at_first() as refused:
+            os.kill(engine.info.pid, signal.SIGKILL)
+            await until(lambda: len(refused) == 1 and descriptors() < held)
+            assert await tokens(engine.generate("hello", params())) == wanted
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 async def test_close_while_loading(model, monkeypatch):
