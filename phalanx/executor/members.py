@@ -411,7 +411,7 @@ class Watch:
             return
         log.debug("rank %d: %s", member.rank, error)
         if isinstance(error, Unreachable):
-            member.why, member.silent, member.unreachable = error.words, error.silent, True
+            member.why, member.silent, member.unreachable = f"it {error.words}", error.silent, True
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
         del self._talks[fd]

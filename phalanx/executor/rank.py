@@ -25,10 +25,11 @@ from phalanx.distributed.address import node_id
 from phalanx.distributed.bootstrap import Door, Meeting, close_groups, connect_groups
 from phalanx.distributed.pulse import Pulse
 from phalanx.distributed.transport import make_transport
-from phalanx.distributed.transports.abort import Abort, GroupBroken
+from phalanx.distributed.transports.abort import Abort, GroupBroken, Unreachable
 from phalanx.distributed.transports.ring import Ring
 from phalanx.distributed.transports.secure_stream import SecureStream
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.executor.kept_image import Line
 from phalanx.executor.keys import derive
 from phalanx.executor.messages import (
     LIMIT,
@@ -65,7 +66,6 @@ from phalanx.step import encode as encode_step
 
 if TYPE_CHECKING:
     from phalanx.distributed.collectives import Groups
-    from phalanx.loading.image import Keeper
     from phalanx.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -94,15 +94,15 @@ def versions() -> dict[str, str]:
     }
 
 
-def run_rank(start: RankStart, keeper: Keeper) -> None:
-    """Returns when told to stop, or when the executor is gone. Raises GroupBroken when it cannot be reached. `keeper`
-    is the supervisor."""
+def run_rank(start: RankStart, line: Line) -> None:
+    """Returns when told to stop, or when the executor is gone. Raises GroupBroken when it cannot be reached. `line`
+    leads to the supervisor."""
     import torch
 
     if start.cores:
         os.sched_setaffinity(0, start.cores)
     torch.set_num_threads(min(torch.get_num_threads(), start.threads))
-    Rank(start, keeper).run()
+    Rank(start, line).run()
 
 
 class _Epoch:
@@ -132,8 +132,8 @@ class _Epoch:
 class Rank:
     """One rank; `run` is its life. `end` ends the process when it must not wait for a computation."""
 
-    def __init__(self, start: RankStart, keeper: Keeper):
-        self._start, self._keeper = start, keeper
+    def __init__(self, start: RankStart, line: Line):
+        self._start, self._line = start, line
         self._never = Abort()
         reach("join", rank=start.rank, life=start.life)
         self._stream = _reach(start, self._never)
@@ -177,6 +177,9 @@ class Rank:
                     self._answer()
                 else:
                     self._hear(message)
+        except Unreachable as error:  # what is sent may still arrive there: it would see us end, and not know why
+            with contextlib.suppress(OSError):
+                self._line.say(str(error).rstrip("."))
         except (GroupBroken, msgspec.DecodeError):
             pass  # the executor is gone, or is none
         self._end_epoch("the executor is gone")
@@ -308,7 +311,7 @@ class Rank:
                 longest=begin.longest,
                 pulse=self._pulse,
                 weights=begin.weights,
-                keeper=self._keeper,
+                keeper=self._line,
             )
             worker.check_memory()
         else:

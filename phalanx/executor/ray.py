@@ -18,6 +18,7 @@ from phalanx.config import EngineConfig, ParallelConfig
 from phalanx.distributed.address import node_id
 from phalanx.errors import ConfigError
 from phalanx.executor.base import ExecutorLost
+from phalanx.executor.death import kind_of
 from phalanx.executor.hub import HubExecutor
 from phalanx.executor.launcher import Layout
 from phalanx.executor.messages import RankStart
@@ -111,8 +112,12 @@ class RayLauncher:
             done, _ = self._places.ray.wait([place.actor.kill.remote(rank)], timeout=_KILL_S)
             if done and self.cause(rank, _KILL_S) is not None:
                 return
+        self._give_up(place, wait=reached)
+
+    def _give_up(self, place: Place, *, wait: bool) -> None:
+        """It cannot be told anything."""
         place.silent_since = time.monotonic()
-        self._places.end(place, wait=reached)
+        self._places.end(place, wait=wait)
 
     def cause(self, rank: int, wait: float = 0.0) -> str | None:
         place = self._place(rank)
@@ -122,11 +127,14 @@ class RayLauncher:
         done, _ = ray.wait([place.life], timeout=wait)
         if done:
             try:
-                return str(ray.get(place.life))
+                cause = str(ray.get(place.life))
             except ray.exceptions.RayError as error:
                 place.dead = True
                 error = last_word(ray, place.actor, error, deadline - time.monotonic())
                 return death_in_words(error, place.site.name)
+            if kind_of(cause) == "network" and not place.dead:  # one direction is open, and not the one to its actor
+                self._give_up(place, wait=False)
+            return cause
         if wait and place.site.node not in self._places.view.alive():
             place.dead = True
             return f"its node {place.site.name} is gone"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import bad_network
+from tests.helpers.bad_network import bad_cable
 from tests.helpers.hosts import missing
 from tests.helpers.ray_hosts import RayHosts, ray_hosts
 from tests.helpers.ray_serving import Served
@@ -81,6 +83,26 @@ def test_a_host_that_falls_silent(layout: str, tmp_path: Path) -> None:
         if noticed < NOTICE_S and moved < NEXT_TOKEN_S:
             break
     assert noticed < NOTICE_S and moved < NEXT_TOKEN_S
+
+
+@pytest.mark.recovery
+@pytest.mark.slow
+@pytest.mark.skipif(bool(bad_network.missing()), reason=bad_network.missing() or "there are bad cables")
+def test_a_host_that_hears_nothing(tmp_path: Path) -> None:
+    """Its link is half open: what it sends arrives, such as that its rank has ended. It is not tried again."""
+    with ray_hosts((0, 2, 1), alert=False) as bed:
+        served = Served(bed, str(write_tiny_model(tmp_path)), "-tp", "--hang-timeout", "10")
+        try:
+            with bad_cable(bed.hosts[2]) as cable:
+                served.streams_through(lambda: setattr(cable, "deaf", True))
+            noticed, found = served.noticed("host2"), served.serving.status()
+            print(f"half open: noticed {noticed:.2f} s, next token {served.moved:.2f} s after it")
+            (loss,) = found["recoveries"]
+            assert (loss["rank"], loss["node"], loss["kind"]) == (1, "host2", "network"), served.serving.output
+            assert "has not answered for" in loss["cause"] and found["failures"] == {"network": 1}, loss
+            assert noticed < NOTICE_S and served.nodes() == ["host1", "host1"], served.serving.output
+        finally:
+            served.close()
 
 
 @pytest.mark.recovery

@@ -23,8 +23,8 @@ class Unreachable(PeerLost):
     """Nothing that was sent has been acknowledged for `silent` seconds: the network or the peer's node is down."""
 
     def __init__(self, peer: str, silent: float):
-        self.words = f"it has not answered for {silent:.1f} s: the network or its node is down"
-        super().__init__(f"{peer}: {self.words}.")
+        self.words = f"has not answered for {silent:.1f} s: the network or its node is down"
+        super().__init__(f"{peer} {self.words}.")
         self.silent = silent
 
 

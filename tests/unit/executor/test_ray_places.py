@@ -1,4 +1,4 @@
-"""What actors are asked of themselves, without Ray."""
+"""What actors are asked of themselves, and what becomes of places whose ranks have ended, without Ray."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import pytest
 from phalanx.config import EngineConfig
 from phalanx.distributed.mesh import Mesh
 from phalanx.executor import ray_places
+from phalanx.executor.launcher import Layout
 from phalanx.executor.placement import Site
+from phalanx.executor.ray import RayLauncher
 from phalanx.executor.ray_places import Place, RayPlaces
 from phalanx.executor.ray_rank import Introduction
 from phalanx.worker.capacity import Capacity
@@ -58,3 +60,39 @@ def test_a_silent_node_is_asked_once_for_all_its_ranks(monkeypatch: pytest.Monke
     assert asked == ["a", "b", "b"]
     monkeypatch.setattr(ray_places, "_MUTE_S", 0.0)
     assert not places.reaches(ranks[0]) and asked[3:] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("cause", "usable"),
+    [
+        ("it was killed by SIGKILL", {0, 1}),
+        ("it ended with status 0 (the executor has not answered for 2.4 s: the network or its node is down)", {0}),
+    ],
+)
+def test_a_place_whose_rank_heard_nothing_is_not_used_again(
+    cause: str, usable: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it ended is heard from there: the link is half open, and an order to its actor would be waited for in
+    vain. Ray calls its node alive for long."""
+    pytest.importorskip("ray")
+    nodes = [{"NodeID": name, "Alive": True} for name in "ab"]
+    killed: list[str] = []
+    ray = SimpleNamespace(
+        exceptions=SimpleNamespace(RayError=RuntimeError),
+        get=str,
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a"),
+        kill=lambda actor, no_restart: killed.append(actor),
+        nodes=lambda: nodes,
+        wait=lambda lives, timeout: ([life for life in lives if life != "runs"], []),
+    )
+    monkeypatch.setattr("phalanx.executor.ray_view.RayView.nodes", lambda self: [])  # no room anywhere
+    mesh = Mesh(tp=2)
+    places = RayPlaces(mesh, EngineConfig().parallel, "cpu")
+    places._session = SimpleNamespace(ray=ray, started=False)  # type: ignore[assignment]
+    for rank, life in enumerate(("runs", cause)):
+        node = "ab"[rank]
+        places.places[rank] = Place(None, 0, Site(node, node, {}, {}), actor=f"actor {rank}", life=life)
+    launcher = RayLauncher(EngineConfig(), Layout(mesh), places=places)
+    assert launcher.cause(0) is None and launcher.cause(1) == cause
+    assert launcher.available() == usable
+    assert killed == ["actor 1"] * (1 not in usable)
