@@ -129,7 +129,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """One loss and how it was made good; durations in seconds, None while they are not known."""
+    """One loss, the first, and how it was made good; durations in seconds, None while they are not known."""
 
     epoch: int
     """The one that it began, or will."""
@@ -145,6 +145,8 @@ class Recovery(msgspec.Struct, frozen=True):
     """`restart` of what was lost, `split` anew over what is left, or `wait` for what is missing."""
     missing: str = ""
     """What is waited for, in words."""
+    last_try: str = ""
+    """Why the latest try to make it good has failed, in words; empty where none has."""
     estimate: float | None = None
     """From `since` to the next token, by what earlier recoveries and the loading took."""
     detection_s: float | None = None

@@ -111,7 +111,7 @@ class Engine:
         self.changed = threading.Event()
         """Set whenever the state changes; whoever waits for it clears it."""
         self._heartbeat = time.time()
-        self._become("ready")
+        self._state: tuple[str, str | None, float] = ("ready", None, time.time())
 
     # Requests
 
@@ -409,7 +409,8 @@ class Engine:
         return self._executor.progress
 
     def _become(self, state: str, cause: str | None = None) -> None:
-        self._state = (state, cause, time.time())
+        before, _, since = self._state
+        self._state = (state, cause, since if state == before else time.time())
         self.changed.set()
 
     def status(self) -> EngineStatus:

@@ -3,8 +3,9 @@
     Recoveries  the account of losses: back-off and budget, the `Recovery` that `/status` shows, the lines of the log
     Restarts    the thread on which the executor starts its workers again, so that the engine's loop goes on
 
-One recovery reaches from a loss to the next committed token. Losses and failed tries on the way belong to it. Its
-budget is a time (`recovery_timeout`) and a number of tries in a row; waiting for missing devices costs time only.
+One recovery reaches from a loss to the next committed token. Losses and failed tries on the way belong to it, and do
+not change what it is the recovery from. Its budget is a time (`recovery_timeout`) and a number of tries in a row;
+waiting for missing devices costs time only.
 
 Covers no requests and no scheduling. `Recoveries` reads no clock: `now` is seconds on the engine's clock, `wall` is
 wall-clock time.
@@ -52,6 +53,8 @@ class Recoveries:
         """Oldest first."""
         self.failures: dict[str, int] = {}
         """Losses by kind."""
+        self._what = ""
+        """What the one under way is about, in words."""
         self.next_try: float | None = None
         """When to begin anew; None while workers are starting or there is nothing to begin."""
         self._tries = 0
@@ -69,35 +72,48 @@ class Recoveries:
         open_requests: int, tokens: int, elsewhere: bool = False,
     ) -> str:  # fmt: skip
         """Workers are gone; `tokens` were computed for the requests that they worked on, and `epoch` comes next.
-        `elsewhere`: other replicas take the requests. Returns it in words."""
+        `elsewhere`: other replicas take the requests. Returns in words what the recovery is about: the first loss."""
         self.count(cause)
         self._elsewhere = elsewhere
+        name = f"Rank {cause.rank}" if cause.rank >= 0 else f"The {self.engine}"
+        what = f"{name}{f' on {cause.node}' if cause.node else ''} was lost: {cause.cause}"
         before = self.current
         if before is None:
             self._noticed = self._spent_from = now
-        self.current = Recovery(
-            epoch=epoch,
-            rank=cause.rank,
-            node=cause.node,
-            kind=cause.kind,
-            cause=cause.cause,
-            since=wall if before is None else before.since,
-            plan="restart",
-            estimate=self._estimate(),
-            detection_s=cause.silent,
-            recomputed=tokens + (0 if before is None else before.recomputed),
-        )
+        if before is None or before.kind == "regained":
+            self._what = what
+            self.current = Recovery(
+                epoch=epoch,
+                rank=cause.rank,
+                node=cause.node,
+                kind=cause.kind,
+                cause=cause.cause,
+                since=wall if before is None else before.since,
+                plan="restart",
+                estimate=self._estimate(),
+                detection_s=cause.silent,
+                recomputed=tokens + (0 if before is None else before.recomputed),
+            )
+        else:
+            self._change(
+                epoch=epoch,
+                plan="restart",
+                missing="",
+                last_try=self._why(cause),
+                estimate=self._estimate(),
+                reload_s=None,
+                recomputed=tokens + before.recomputed,
+            )
         self._plan_next(now)
         noticed = f" (noticed after {cause.silent:.2f} s)" if cause.silent is not None else ""
-        name = f"Rank {cause.rank}" if cause.rank >= 0 else f"The {self.engine}"
-        what = f"{name}{f' on {cause.node}' if cause.node else ''} was lost: {cause.cause}"
         then = _in_others(open_requests, "go on", "goes on") if elsewhere else _waiting(open_requests)
         log.warning("%s%s. Recovering: %s.", what, noticed, then)
-        return what
+        return self._what
 
     def regained(self, what: str, epoch: int, now: float, wall: float, *, open_requests: int, tokens: int) -> str:
         """`what` has come back and is taken in; as `lost` otherwise."""
         self._noticed = self._spent_from = now
+        self._what = what
         self.current = Recovery(
             epoch, -1, "", "regained", what, wall, "split", estimate=self._estimate(), recomputed=tokens
         )
@@ -136,12 +152,12 @@ class Recoveries:
                     "What is left is not enough to go on: %s. Trying again for %.0f s; %s.",
                     error.missing.rstrip("."), left, _waiting(open_requests),
                 )  # fmt: skip
-            self._change(plan="wait", missing=error.missing, estimate=None)
+            self._change(plan="wait", missing=error.missing, last_try="", estimate=None)
             return
         if isinstance(error, ExecutorLost):
             self._tries = MAX_TRIES
         self._plan_next(now)
-        self._change(plan="restart", missing="")
+        self._change(plan="restart", missing="", last_try=self._why(error))
         if not self.exhausted(now):
             delay = (self.next_try or now) - now
             log.warning("The workers could not be started again: %s Trying again in %g s.", _sentence(error), delay)
@@ -187,6 +203,12 @@ class Recoveries:
 
     def _plan_next(self, now: float) -> None:
         self.next_try = now + BACK_OFF_S[min(self._tries, len(BACK_OFF_S) - 1)]
+
+    def _why(self, error: Exception) -> str:
+        """A failed try in words."""
+        if not isinstance(error, WorkerDied):
+            return _sentence(error).rstrip(".")
+        return f"{f'rank {error.rank}' if error.rank >= 0 else f'the {self.engine}'}: {error.cause}"
 
     def _change(self, **fields: object) -> None:
         if self.current is not None:

@@ -50,7 +50,7 @@ async def show_model(state: ServerState, request: Request) -> Response:
 # Health
 
 
-_TOLD = ("rank", "kind", "cause", "since", "plan", "missing", "estimate")
+_TOLD = ("rank", "kind", "cause", "since", "plan", "missing", "last_try", "estimate")
 """Of a recovery, where no key is asked for."""
 
 
@@ -76,6 +76,8 @@ def _unwell(phase: str, status: EngineStatus, what: str) -> Response:
     words = f"{what}: {phase}{f': {cause}' if cause else ''}"
     if recovery is not None and recovery.missing:
         words = f"{words.rstrip('.')}. It waits for what is missing: {recovery.missing}"
+    if recovery is not None and recovery.last_try:
+        words = f"{words.rstrip('.')}. The latest try failed: {recovery.last_try}"
     error = Unavailable(f"{words.rstrip('.')}.", retry_after=_seconds_left(recovery))
     told = None
     if recovery is not None:  # everyone may ask this: host names are for /status

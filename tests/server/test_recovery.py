@@ -139,7 +139,8 @@ async def test_health_says_what_is_lost_and_since_when(quick: None) -> None:
             assert answer.status_code == 503
             assert told["status"] == "recovering"
             assert "a test ended it" in told["error"]["message"]
-            assert set(told["recovery"]) == {"rank", "kind", "cause", "since", "plan", "missing", "estimate"}
+            said = {"rank", "kind", "cause", "since", "plan", "missing", "last_try", "estimate"}
+            assert set(told["recovery"]) == said
             assert (told["recovery"]["rank"], told["recovery"]["kind"]) == (-1, "killed")
             assert before <= told["recovery"]["since"] <= time.time()
             assert 1 <= int(answer.headers["retry-after"]) <= 60
@@ -152,6 +153,20 @@ async def test_health_says_what_is_lost_and_since_when(quick: None) -> None:
         assert (await server.client.get("/health")).status_code == 200
         status = (await server.client.get("/status")).json()
         assert (status["state"], status["recovery"], len(status["recoveries"])) == ("ready", None, 1)
+
+
+async def test_health_says_why_the_latest_try_failed_beside_what_was_lost_first(quick: None) -> None:
+    release = asyncio.Event()
+    lives = iter((echo(refuse_to_start=PhalanxError("The disk is full.")), SlowStart(release)))
+    async with serving(echo(), lambda: next(lives)) as server:
+        server.echo.die("a test ended it")
+        await until(lambda: getattr(server.router.status().recovery, "last_try", "") != "")
+        told = (await server.client.get("/health")).json()
+        assert "a test ended it" in told["cause"] and told["recovery"]["cause"] in told["cause"]
+        assert told["recovery"]["last_try"] == "the engine process: The disk is full"
+        assert "a test ended it" in told["error"]["message"] and "The disk is full" in told["error"]["message"]
+        release.set()
+        await until(lambda: server.router.status().state == "ready")
 
 
 async def test_metrics_of_a_recovery(quick: None) -> None:

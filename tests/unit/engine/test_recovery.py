@@ -357,7 +357,52 @@ def test_losses_on_the_way_belong_to_one_recovery() -> None:
     status = driver.engine.status()
     (done,) = status.recoveries
     assert status.failures == {"killed": 3, "hung": 1}
-    assert (done.rank, done.resumed, done.epoch) == (0, 3, driver.executor.restarts[-1])
+    assert (done.rank, done.resumed, done.epoch) == (1, 3, driver.executor.restarts[-1])
+
+
+def test_the_first_loss_stays_the_cause_and_why_the_latest_try_failed_is_said_too() -> None:
+    driver = begun(3)
+    driver.executor.restart_layouts = [WorkerDied(0, "it could not start", node="host1", kind="failed")]
+    driver.engine.recover(LOST)
+    first = driver.engine.status()
+    assert first.recovery is not None and first.recovery.last_try == ""
+
+    def told(last_try: str) -> None:
+        status = driver.engine.status()
+        assert (status.state, status.cause, status.since) == ("recovering", first.cause, first.since)
+        now, then = status.recovery, first.recovery
+        assert now is not None and then is not None
+        assert (now.rank, now.node, now.kind, now.cause) == (1, "host2", "killed", "it was killed by SIGKILL")
+        assert (now.since, now.detection_s, now.estimate) == (then.since, 0.02, then.estimate)
+        assert (now.last_try, now.reload_s) == (last_try, None)
+
+    while driver.engine.status().epoch < 2:
+        driver.step()
+    told("rank 0: it could not start")
+    driver.executor.lose_submit = True  # once workers are ready again, and no token has come yet
+    while driver.engine.status().epoch < 3:
+        driver.step()
+    told("rank 0: lost at submit")
+    driver.executor.restart_layouts = [MISSING]
+    while driver.engine.status().epoch < 4:
+        driver.step()
+    current = driver.engine.status().recovery
+    assert current is not None and (current.missing, current.last_try) == ("one more device of 2 GiB", "")
+    driver.drain()
+    (done,) = driver.engine.status().recoveries
+    assert (done.rank, done.cause, done.since) == (1, "it was killed by SIGKILL", first.recovery.since)
+
+
+def test_a_loss_while_something_is_taken_in_is_the_first_one() -> None:
+    driver = Driver()
+    driver.executor.returned = "host2 has come back"
+    driver.engine.tick()
+    driver.executor.returned = None
+    driver.engine.recover(LOST)
+    status = driver.engine.status()
+    assert status.recovery is not None and (status.recovery.kind, status.recovery.rank) == ("killed", 1)
+    assert status.cause == "Rank 1 on host2 was lost: it was killed by SIGKILL"
+    driver.drain()
 
 
 def test_failures_down_to_the_last_device() -> None:
