@@ -40,6 +40,7 @@ from phalanx.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from phalanx.engine.async_engine import AsyncEngine
+    from phalanx.engine.client import EngineStatus
 
 
 _BEAT_S = 5.0
@@ -111,13 +112,11 @@ class RayWorker:
             options["model"] = kwargs["model_name"]
         self._calls: dict[str, _Call] = {}
         """By the ids of their requests."""
-        self._numbers = itertools.count()
         self._closed = False
         self._thread = LoopThread("phalanx-worker")
         try:
-            self._engine, self._resuming = self._thread.call(_open(EngineConfig.from_options(**options)))
-            scheduler = self._engine.config.scheduler
-            self._room = asyncio.Semaphore(scheduler.max_num_seqs + scheduler.max_num_queued_reqs // 2)
+            self._engine, resuming = self._thread.call(_open(EngineConfig.from_options(**options)))
+            self._loop = _Loop(self._engine, resuming)
         except BaseException:
             self._thread.end(_CLOSE_S)
             raise
@@ -126,12 +125,12 @@ class RayWorker:
 
     def generate(self, requests: list[Request]) -> list[Response]:
         """One response a request, in order. Raises InvalidRequest and the other errors of `AsyncEngine.submit`."""
-        return self._thread.call(self._all(requests, self._call_of(requests)))
+        return self._thread.call(self._loop.all(requests, self._call_of(requests)))
 
     def health_check(self) -> bool:
         """True. Raises EngineDead when the engine is lost for good or hangs."""
         try:
-            status = self._thread.call(self._status(), _BEAT_S)
+            status = self._thread.call(self._loop.status(), _BEAT_S)
         except TimeoutError:
             raise EngineDead(f"The worker's event loop has not turned for {_BEAT_S:g} s.") from None
         if status.state == "failed":
@@ -140,7 +139,7 @@ class RayWorker:
 
     def get_stats(self) -> dict[str, Any]:
         """What the engine is and does now; numbers as in `/status`."""
-        status, info = self._thread.call(self._status(), _BEAT_S), self._engine.info
+        status, info = self._thread.call(self._loop.status(), _BEAT_S), self._engine.info
         return {
             "model": info.model,
             "node": platform.node(),
@@ -199,7 +198,7 @@ class RayWorker:
     def _work(self, call: _Call, requests: list[Request], stream: bool) -> None:
         try:
             if stream:
-                last: Item = Done(self._thread.call(self._all(requests, call, stream=True)))
+                last: Item = Done(self._thread.call(self._loop.all(requests, call, stream=True)))
             else:
                 last = Done(_checked(self.generate(requests), len(requests), type(self).__name__))
         except PhalanxError as error:
@@ -213,16 +212,25 @@ class RayWorker:
             last = Failed("EngineDead", "The call was ended.")
         call.items.put(last)
 
-    # On the event loop
-
-    async def _status(self) -> Any:
-        return self._engine.status()
-
     def _call_of(self, requests: Sequence[Request]) -> _Call | None:
         known = (self._calls.get(request.request_id or "") for request in requests)
         return next((call for call in known if call is not None), None)
 
-    async def _all(self, requests: Sequence[Request], call: _Call | None, *, stream: bool = False) -> list[Response]:
+
+class _Loop:
+    """What the worker does on its event loop. These are no methods of the worker: Ray takes a class with an `async`
+    method for an actor that is one event loop, and would run `answer` and all its others there, one after another."""
+
+    def __init__(self, engine: AsyncEngine, resuming: Resuming):
+        self._engine, self._resuming = engine, resuming
+        self._numbers = itertools.count()
+        scheduler = engine.config.scheduler
+        self._room = asyncio.Semaphore(scheduler.max_num_seqs + scheduler.max_num_queued_reqs // 2)
+
+    async def status(self) -> EngineStatus:
+        return self._engine.status()
+
+    async def all(self, requests: Sequence[Request], call: _Call | None, *, stream: bool = False) -> list[Response]:
         tasks = [asyncio.create_task(self._one(request, call, stream)) for request in requests]
         if call is not None:
             call.tasks.update(tasks)

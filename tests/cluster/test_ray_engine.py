@@ -184,6 +184,8 @@ class TestAnswers:
                 stream = stack.enter_context(contextlib.closing(engine.generate_stream(prompts, sampling)))
                 next(stream)
                 assert wait_until(lambda want=at_held: work(engine) == {held: want, free: 3}, 10), work(engine)
+            running = lambda: {s["index"]: s.get("answer", {}).get("running") for s in engine.get_stats()}  # noqa: E731
+            assert wait_until(lambda: running() == {held: 1, free: 3}, 5), running()  # calls of a leader side by side
         assert wait_until(lambda: set(work(engine).values()) == {0}, 10), work(engine)
 
     def test_a_leader_that_is_killed_in_mid_answer(self, engine, want, pace) -> None:
