@@ -2,15 +2,18 @@
 
 The kernel does not say so to the parent; it counts. A control group counts the processes that it lost that way
 (`oom_kill`, in cgroup v1 and v2), whichever limit was reached, its own or the machine's; where no group counts, the
-machine's own count can only hint. Counts are looked at now and then, so that only what happened lately is blamed. Reads
-files under `/proc` and `/sys` only.
+machine's own count can only hint. Counts are looked at now and then, so that only what happened lately is blamed: a
+process that has much memory, or little of a busy processor, takes its time to end. Reads files under `/proc` and `/sys`
+only.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterable
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,43 +24,59 @@ _COUNTERS = ("memory.events.local", "memory.events", "memory.oom_control")
 """The first that counts stands: `memory.events` also counts the groups below."""
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
 _UNLIMITED = 2**60
+_LATELY_S = 10.0
+"""The most that lies between what the kernel decides and the end of the process."""
 
 
 @dataclass
 class _Sample:
+    at: float
     machine: int
     groups: dict[Path, int] = field(default_factory=dict)
 
 
-class MemoryKills:
-    """Processes that the kernel ended for want of memory. `root` is where /proc and /sys are found."""
+@dataclass
+class _Process:
+    since: float
+    """When it was first looked at."""
+    folders: list[Path]
+    """Its groups, its own first: one that is ending has none any more."""
 
-    def __init__(self, root: Path = Path("/")):
-        self._root = root
-        self._own = list(group_folders(root, "memory"))
-        """Ours, in which a process begins: where one was that nobody has looked at."""
-        self._folders: dict[int, list[Path]] = {}
-        """The groups of each process, its own first: a dead one has none any more."""
-        self._older = self._newer = self._sample()
+
+class MemoryKills:
+    """Processes that the kernel ended for want of memory. `root` is where /proc and /sys are found; `clock` in
+    seconds."""
+
+    def __init__(self, root: Path = Path("/"), clock: Callable[[], float] = time.monotonic):
+        self._root, self._clock = root, clock
+        self._unseen = _Process(float("-inf"), list(group_folders(root, "memory")))
+        """One begins in our groups: where it was when nobody has looked at it."""
+        self._processes: dict[int, _Process] = {}
+        self._samples = deque([self._sample()])
+        """The oldest first, which may be the only one that is not of lately."""
 
     def look(self, processes: Iterable[int]) -> None:
-        """Remember the groups of these and how the counts stand: call it when a process starts, and once a second or
-        less often. The calls before the last one are what `blame` compares with."""
+        """Remember the groups of these, which are all there are, and how the counts stand: call it when a process
+        starts, and every few seconds."""
+        now, before = self._clock(), self._processes
+        self._processes = {}
         for process in processes:
-            folders = list(group_folders(self._root, "memory", process))
+            seen, folders = before.get(process), list(group_folders(self._root, "memory", process))
+            if seen is not None and len(folders) < 2:  # the root: version 1 shows one there that is ending
+                folders = seen.folders
             if folders:
-                self._folders[process] = folders
-        self._older, self._newer = self._newer, self._sample()
+                self._processes[process] = _Process(now if seen is None else seen.since, folders)
+        self._samples.append(self._sample())
+        while self._samples[1].at <= now - _LATELY_S:
+            self._samples.popleft()
 
     def blame(self, process: int) -> str | None:
         """Why the kernel has just ended `process`, if it was for want of memory."""
-        folders = self._folders.pop(process, self._own)
+        found = self._processes.pop(process, self._unseen)
+        folders, samples = found.folders, [sample for sample in self._samples if sample.at >= found.since]
         count = _count(folders[0]) if folders else None
         if count is not None:
-            before = self._older.groups.get(folders[0])
-            if before is None:  # first looked at lately: what it had lost by then, it had lost earlier
-                before = self._newer.groups.get(folders[0], count)
-            if count <= before:
+            if count <= next((s.groups[folders[0]] for s in samples if folders[0] in s.groups), count):
                 return None
             limits = [n for folder in folders for n in _numbers(folder) if n < _UNLIMITED]
             if limits:
@@ -66,14 +85,14 @@ class MemoryKills:
                     "more, or the KV cache less"
                 )
             return "out of memory: the kernel ended it"
-        if _machine(self._root) > self._older.machine:
+        if _machine(self._root) > samples[0].machine:
             return "out of memory, it seems: at that time the kernel ended a process for want of it"
         return None
 
     def _sample(self) -> _Sample:
-        known = [folders[0] for folders in (self._own, *self._folders.values()) if folders]
+        known = [process.folders[0] for process in (self._unseen, *self._processes.values()) if process.folders]
         groups = {folder: _count(folder) or 0 for folder in known}
-        return _Sample(_machine(self._root), groups)
+        return _Sample(self._clock(), _machine(self._root), groups)
 
 
 def _count(folder: Path) -> int | None:

@@ -190,7 +190,7 @@ class Supervisor:
         finally:
             pen.close()
         self._ranks[os.pidfd_open(pid)] = _Child(start, pid, words)
-        self._memory_kills.look([pid])
+        self._memory_kills.look(child.pid for child in self._ranks.values())
         send(self._sock, Started(start.rank, pid))
 
     def _fork(self, start: RankStart, words: socket.socket, pen: socket.socket) -> int:

@@ -256,8 +256,8 @@ class TestWords:
         counts.write_text("low 0\noom_kill 2\n")
         kills = MemoryKills(tmp_path)
         kills.look([7])
+        group.write_text("4:memory:/\n" if version == 1 else "0::/\n")  # where one that is ending may be shown
         kills.look([7])
-        group.write_text("0::/\n")  # what a zombie is in
         counts.write_text("low 0\noom_kill 3\n")
         assert "its control group may use 64.0 MiB" in kills.blame(7)
 
@@ -304,14 +304,32 @@ class TestWords:
     def test_of_memory_that_was_short_long_ago(self, tmp_path):
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc/vmstat").write_text("oom_kill 5\n")
-        kills = MemoryKills(tmp_path)
+        now = 0.0
+        kills = MemoryKills(tmp_path, clock=lambda: now)
         assert kills.blame(7) is None
         (tmp_path / "proc/vmstat").write_text("oom_kill 6\n")
         assert kills.blame(7) == "out of memory, it seems: at that time the kernel ended a process for want of it"
-        kills.look([7])
-        assert kills.blame(7) is not None  # it may take a while to end
-        kills.look([7])
-        assert kills.blame(7) is None
+        for now in range(30):
+            kills.look([7])
+            assert (kills.blame(7) is not None) == (now < 10), now
+        assert len(kills._samples) < 15
+
+    def test_of_memory_of_a_process_that_takes_its_time_to_end(self, tmp_path):
+        """It is large, or the machine is busy: it is looked at again and again meanwhile, and another one starts, which
+        ends for another reason."""
+        counts = tmp_path / "sys/fs/cgroup/memory/a/memory.oom_control"
+        counts.parent.mkdir(parents=True)
+        counts.write_text("oom_kill 4\n")
+        for process in (7, 8):
+            (tmp_path / f"proc/{process}").mkdir(parents=True)
+            (tmp_path / f"proc/{process}/cgroup").write_text("4:memory:/a\n")
+        kills = MemoryKills(tmp_path)
+        for _ in range(3):
+            kills.look([7])
+        counts.write_text("oom_kill 5\n")
+        for _ in range(3):
+            kills.look([7, 8])
+        assert kills.blame(7) is not None and kills.blame(8) is None
 
 
 SCRIPT = """

@@ -259,12 +259,16 @@ class Groups:
         return folder
 
     def starve(self, pid: int, limit: int) -> Path:
-        """No page more than `limit` bytes. It stands still until whoever watches over it has seen its new group, or
-        nobody could tell what it died of."""
+        """No page more than `limit` bytes, for a rank. It stands still until its supervisor has seen its new group, or
+        nobody could tell what it died of: that looks when it wakes, every half a second, or later on a busy machine."""
         folder = self.make("memory")
         os.kill(pid, signal.SIGSTOP)
         (folder / "cgroup.procs").write_text(str(pid))
-        time.sleep(0.75)
+        with contextlib.suppress(psutil.NoSuchProcess):  # a first loss may take them along
+            supervisor = psutil.Process(psutil.Process(pid).ppid())
+            naps = 1 if supervisor.status() == psutil.STATUS_SLEEPING else 2
+            naps += supervisor.num_ctx_switches().voluntary
+            assert wait_until(lambda: supervisor.num_ctx_switches().voluntary >= naps, 60)
         (folder / "memory.limit_in_bytes").write_text(str(limit))
         os.kill(pid, signal.SIGCONT)
         return folder

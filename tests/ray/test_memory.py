@@ -57,7 +57,8 @@ def bed() -> Iterator[RayHosts]:
 
 @pytest.fixture
 def served(bed: RayHosts, tmp_path: Path) -> Iterator[Served]:
-    made = Served(bed, str(write_tiny_model(tmp_path / "tiny")))
+    """With the hang timeout that users have: a rank stands still for as long as its supervisor is starved."""
+    made = Served(bed, str(write_tiny_model(tmp_path / "tiny")), "-tp", "--hang-timeout", "10")
     yield made
     made.close()
 
