@@ -292,6 +292,10 @@ class ParallelConfig:
         return tuple(stages * len(self.widths) if len(stages) == 1 else stages)
 
 
+SHORTEST_HANG_S = 0.5
+"""Of `hang_timeout`. Who looks for signs of life looks every 0.25 s: with less, what is well would be replaced."""
+
+
 @dataclass(frozen=True)
 class RecoveryConfig:
     enable_recovery: bool = option(
@@ -500,6 +504,9 @@ def resolve(config: EngineConfig, spec: SpecFacts, hardware: HardwareFacts) -> E
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    for name, least in (("hang_timeout", SHORTEST_HANG_S), ("replacement_timeout", 0.0), ("recovery_timeout", 0.0)):
+        if not (seconds := getattr(config.recovery, name)) >= least:
+            raise ConfigError(f"--{name.replace('_', '-')} is {seconds:g}; it must be at least {least:g}.")
     if scheduler.max_num_seqs > 65535:
         raise ConfigError(f"--max-num-seqs is {scheduler.max_num_seqs}; at most 65535 requests can run at once.")
     if cache.gpu_memory_utilization is not None and not 0 < cache.gpu_memory_utilization <= 1:

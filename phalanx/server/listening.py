@@ -27,6 +27,8 @@ def check(server: ServerConfig) -> None:
         raise ConfigError(f"--request-timeout is {server.request_timeout:g}; it must be above 0.")
     if not server.shutdown_timeout >= 0:
         raise ConfigError(f"--shutdown-timeout is {server.shutdown_timeout:g}; it must be 0 or more.")
+    if not server.sse_keep_alive_interval >= 0:
+        raise ConfigError(f"--sse-keep-alive-interval is {server.sse_keep_alive_interval:g}; it must be 0 or more.")
     if any(not key or key != key.strip() or not key.isprintable() for key in server.api_key):
         # an empty one is what --api-key "$KEY" gives where KEY is not set, and clients without a key would fit it
         raise ConfigError(

@@ -215,6 +215,8 @@ def test_config_show_origins_and_hidden_keys(monkeypatch, capsys):
         (["--request-timeout", "nan"], "above 0"),
         (["--shutdown-timeout", "-1"], "0 or more"),
         (["--shutdown-timeout", "nan"], "0 or more"),
+        (["--sse-keep-alive-interval", "nan"], "0 or more"),
+        (["--hang-timeout", "0"], "at least 0.5"),
         (["--host", ""], "--host is empty"),
         (["--api-key", ""], "--api-key is empty"),
         (["--api-key", "good", "--api-key", "bad\n"], "control characters"),

@@ -175,6 +175,10 @@ def test_resolving_leaves_nothing_automatic_and_the_original_alone():
         ({"max_model_len": 4096}, "at most 2048"),
         ({"gpu_memory_utilization": 0.0}, "above 0"),
         ({"gpu_memory_utilization": float("nan")}, "above 0"),
+        ({"hang_timeout": 0.0}, "--hang-timeout is 0; it must be at least 0.5"),
+        ({"hang_timeout": float("nan")}, "--hang-timeout is nan"),
+        ({"replacement_timeout": -1.0}, "--replacement-timeout is -1; it must be at least 0"),
+        ({"recovery_timeout": float("nan")}, "--recovery-timeout is nan"),
     ],
 )
 def test_what_cannot_be(options, complaint):
