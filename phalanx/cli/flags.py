@@ -269,7 +269,8 @@ def _checked(name: str, value: Any, origin: str) -> Any:
     try:
         config = EngineConfig.from_options(**{name: value})
     except ConfigError as error:
-        raise ConfigError(f"{origin}: {error.message}", fix=error.fix) from None
+        named = error.message.startswith(origin)
+        raise ConfigError(error.message if named else f"{origin}: {error.message}", fix=error.fix) from None
     return getattr(getattr(config, options_by_name()[name][0]), name)
 
 

@@ -126,6 +126,12 @@ def test_unknown_variables_warn_and_suggest(capsys):
     )
 
 
+def test_an_option_is_named_once():
+    with pytest.raises(ConfigError) as caught:
+        parse("--speculative-config", "[]")
+    assert str(caught.value).count("--speculative-config") == 1
+
+
 def test_a_bad_variable_names_itself():
     with pytest.raises(ConfigError, match=r"^PHALANX_PORT: .*not an integer"):
         parse(variables={"port": "many"})
