@@ -83,6 +83,8 @@ class AsyncEngine:
         self._engines: Engines | None = None
         self._given_tokenizer = tokenizer
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="phalanx-text")
+        self._trials = ThreadPoolExecutor(max_workers=2, thread_name_prefix="phalanx-grammar")
+        """For requests with a grammar: trying one may take seconds, and texts must not wait behind it."""
         self._streams: weakref.WeakSet[RequestStream] = weakref.WeakSet()
         self._preparing = 0
         """Requests being tokenised, not yet in the engine."""
@@ -218,7 +220,11 @@ class AsyncEngine:
         )
         self._preparing += 1
         try:
-            children = process() if _is_quick(prompt, params) else await self._in_thread(process)
+            if _is_quick(prompt, params):
+                children = process()
+            else:
+                threads = self._trials if params.structured_outputs is not None else self._threads
+                children = await asyncio.get_running_loop().run_in_executor(threads, process)
             text = prompt if isinstance(prompt, str) else None
             assembly = self._outputs.open(children, request_id=request_id, prompt=text, arrival=arrival)
             stream = RequestStream(self._client, children, assembly)
@@ -305,7 +311,8 @@ class AsyncEngine:
             self._template.close()
         if self._grammars is not None:
             self._grammars.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._trials):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 import time
 import weakref
 
@@ -20,6 +21,7 @@ from phalanx.errors import (
     PhalanxError,
     QueueFull,
 )
+from phalanx.structured.grammar import GrammarCompiler
 from phalanx.text.detokenizer import Detokenizer
 from tests.helpers.byte_tokenizer import byte_tokenizer
 from tests.helpers.processes import until
@@ -373,6 +375,30 @@ async def test_bad_grammars_are_refused_at_submission():
         await engine.submit("x", params(structured_outputs=StructuredOutputs(regex="([")))
     stream = await engine.submit("x", params(structured_outputs=StructuredOutputs(regex="x+")))
     await stream.aclose()
+    await engine.close()
+
+
+async def test_others_do_not_wait_while_grammars_are_tried(monkeypatch):
+    going_on, tried = threading.Event(), threading.Semaphore(0)
+
+    def slow(self, wanted):
+        tried.release()
+        assert going_on.wait(60)
+
+    monkeypatch.setattr(GrammarCompiler, "validate", slow)
+    engine = await start()
+    wanted = params(structured_outputs=StructuredOutputs(regex="x+"))
+    trials = [asyncio.create_task(engine.submit("x", wanted)) for _ in range(8)]
+    await until(lambda: tried.acquire(blocking=False))
+    try:
+        prompt = await asyncio.wait_for(engine.apply_chat_template([{"role": "user", "content": "hello"}]), 30)
+        stream = await asyncio.wait_for(engine.submit(prompt * 100, params()), 30)  # long, so tokenised in a thread
+        assert await asyncio.wait_for(text_of(stream), 30)
+        assert not any(trial.done() for trial in trials)
+    finally:
+        going_on.set()
+    for trial in trials:
+        await (await trial).aclose()
     await engine.close()
 
 
