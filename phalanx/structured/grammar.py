@@ -140,14 +140,20 @@ class GrammarCompiler:
         """Raises InvalidRequest when it is too large, too deep, malformed, or takes too much time or memory.
 
         Takes milliseconds as a rule and waits for another process: call it in a thread. The first call starts that
-        process (about half a second). Equal wishes are tried once.
+        process (about half a second). Equal wishes are tried once, unless their trial did not come to an end: that
+        may have been the machine's fault.
         """
         wanted = checked(structured, self._limits)
         key = hashlib.sha256(f"{wanted.kind}\0{wanted.text}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._trial(wanted)
+            try:
+                verdict = self._trial(wanted)
+            except Late:
+                raise _refused(f"it takes longer than {_TRIAL_S:g} seconds to compile", wanted) from None
+            except Gone:
+                raise _refused("it is too complex", wanted) from None
             with self._lock:
                 self._verdicts[key] = verdict
                 while len(self._verdicts) > _KEPT_VERDICTS:
@@ -171,14 +177,8 @@ class GrammarCompiler:
         self._trials.close()
 
     def _trial(self, wanted: Wanted) -> str:
-        """Why `wanted` is refused; empty when it is not."""
-        try:
-            answer = self._trials.ask({"kind": wanted.kind, "text": wanted.text}, _TRIAL_S)
-        except Late:
-            return f"it takes longer than {_TRIAL_S:g} seconds to compile"
-        except Gone:
-            return "it is too complex"
-        return str(answer["error"])
+        """Why `wanted` is refused; empty when it is not. Raises Late and Gone."""
+        return str(self._trials.ask({"kind": wanted.kind, "text": wanted.text}, _TRIAL_S)["error"])
 
     def _worker_setup(self) -> dict[str, Any]:
         return {"tokenizer": self._tokenizer.to_json(), "width": self._width, "eos": list(self._ends())}

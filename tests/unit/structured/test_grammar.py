@@ -10,6 +10,7 @@ import threading
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 
 from phalanx.checkpoint.locate import locate
@@ -378,6 +379,20 @@ def test_many_threads_compile_at_the_same_time(tokenizer):
         thread.join()
     made.close()
     assert failures == []
+
+
+def test_a_grammar_is_tried_again_where_its_trial_did_not_end(tokenizer, monkeypatch):
+    made, wanted = GrammarCompiler(tokenizer, VOCAB), StructuredOutputs(regex="[ab]{3}")
+    before = set(psutil.Process().children())
+    made.validate(StructuredOutputs(regex="c"))
+    (worker,) = set(psutil.Process().children()) - before
+    worker.suspend()
+    with monkeypatch.context() as patch:
+        patch.setattr("phalanx.structured.grammar._TRIAL_S", 0.2)
+        with pytest.raises(InvalidRequest, match="longer than"):
+            made.validate(wanted)
+    made.validate(wanted)
+    made.close()
 
 
 def test_limits_are_the_operators(tokenizer):
