@@ -9,7 +9,9 @@ the machine does.
 streams     `batch32` of executors.py (32 at once, 128 tokens in, 64 out: output tokens / wall time), and the first
             token of a request (128 in, 1 out) that comes at any time while 31 others are answered: one `Engine`,
             stepped in one process without text and sockets; `AsyncEngine`; the server, with clients that stream in a
-            process of their own
+            process of their own. Clients have the cores of what is measured, so they do little: a connection for each
+            answer, whose beginning is read at once and the rest when 16 KB of it are there or the server has closed
+            it. An answer is looked at when the clock has stopped: it must be whole, event by event
 dispatch    requests of a short prompt and one token, 64 at a time, to an engine that answers at once (`EchoEngine`):
             through the router alone, through `AsyncEngine`, and through one and two server processes, not streamed,
             with clients in a process of their own that keep their connections
@@ -24,11 +26,12 @@ import json
 import os
 import random
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +48,8 @@ DISPATCH = ("router", "AsyncEngine, echo", "server, echo", "two servers, echo")
 COUNT, INPUT_LEN, OUTPUT_LEN = 32, 128, 64
 PROBES, APART_S = 40, 0.03
 """Requests whose first token is timed, each up to so long after the one before."""
+READ_BYTES = 1 << 14
+"""Clients are woken for so many bytes of an answer that they have begun to read."""
 AT_ONCE = 64
 LEAST_RATIO, MOST_MS, LEAST_REQUESTS_S = 0.97, 2.0, 2000
 """What is hoped for of `AsyncEngine`."""
@@ -125,19 +130,26 @@ def _probes(seed: int) -> Iterator[tuple[list[int], float]]:
         yield prompt, draw.uniform(0, APART_S)
 
 
-Ask = Callable[[list[int], int], AsyncIterator[int]]
-"""Of a prompt and the length of its answer, the tokens of each piece of it."""
+Piece = Sequence[int]
+"""Of an answer: its tokens, or bytes."""
+Ask = Callable[[list[int], int], AsyncIterator[Piece]]
+"""Of a prompt and the length of its answer, the pieces of it."""
 
 
-async def _streams(ask: Ask, cpu: Callable[[], float], seed: int) -> Figures:
-    """As `Alone.streams`, with `ask`; `cpu` is what the front end has used."""
+async def _streams(ask: Ask, count: Callable[[list[Any]], int], cpu: Callable[[], float], seed: int) -> Figures:
+    """As `Alone.streams`, with `ask`; `count` makes the number of tokens of an answer's pieces, `cpu` is what the front
+    end has used."""
 
-    async def whole(prompt: list[int]) -> int:
-        return sum([tokens async for tokens in ask(prompt, OUTPUT_LEN)])
+    async def whole(prompt: list[int]) -> list[Piece]:
+        return [piece async for piece in ask(prompt, OUTPUT_LEN)]
 
     used, begin = cpu(), time.perf_counter()
-    tokens = sum(await asyncio.gather(*(whole(prompt) for prompt in prompts(COUNT, INPUT_LEN, seed))))
+    answers = await asyncio.gather(*(whole(prompt) for prompt in prompts(COUNT, INPUT_LEN, seed)))
     seconds, used = time.perf_counter() - begin, cpu() - used
+    counts = [count(answer) for answer in answers]
+    if counts != [OUTPUT_LEN] * COUNT:
+        raise SystemExit(f"answers of {OUTPUT_LEN} tokens have {counts}")
+    tokens = sum(counts)
     first = statistics.median(await _probe(ask, seed))
     return {"tok_s": tokens / seconds, "cpu_us_per_token": used / tokens * 1e6, "first_token_ms": first * 1000}
 
@@ -177,12 +189,12 @@ class Whole:
     async def streams(self, seed: int) -> Figures:
         from phalanx import SamplingParams
 
-        async def ask(prompt: list[int], output_len: int) -> AsyncIterator[int]:
+        async def ask(prompt: list[int], output_len: int) -> AsyncIterator[Piece]:
             params = SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True)
             async for delta in self._engine.generate(prompt, params):
-                yield len(delta.outputs[0].token_ids)
+                yield delta.outputs[0].token_ids
 
-        return await _streams(ask, time.process_time, seed)
+        return await _streams(ask, lambda pieces: sum(map(len, pieces)), time.process_time, seed)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -198,9 +210,11 @@ class Connection:
     async def open(cls, port: int) -> Connection:
         return cls(*await asyncio.open_connection("127.0.0.1", port))
 
-    def send(self, body: dict[str, Any]) -> None:
+    def send(self, body: dict[str, Any], *, last: bool = False) -> None:
+        """The `last` request: the server closes the connection behind its answer."""
         data = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n"
+        head += "Connection: close\r\n" if last else ""
         self._writer.write(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
 
     async def head(self) -> bytes:
@@ -213,11 +227,13 @@ class Connection:
         length = re.search(rb"content-length: (\d+)", await self.head(), re.IGNORECASE)
         return await self._reader.readexactly(int(length[1]) if length else 0)
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body of the last answer, as it comes."""
         await self.head()
-        while size := int(await self._reader.readuntil(b"\r\n"), 16):
-            yield (await self._reader.readexactly(size + 2))[:-2]
-        await self._reader.readexactly(2)
+        sock = self._writer.get_extra_info("socket")
+        while piece := await self._reader.read(1 << 20):
+            yield piece
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, READ_BYTES)  # the end is told at once
 
     def close(self) -> None:
         self._writer.close()
@@ -239,6 +255,23 @@ class Server:
         self.process.wait(60)
 
 
+def streamed_tokens(body: bytes) -> int:
+    """How many tokens an answer has, sent in chunks of events. Ends the benchmark when it is not whole."""
+    data = b""
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        data, body = data + body[: int(size, 16)], body[int(size, 16) + 2 :]
+        if not int(size, 16):
+            break
+    *events, done, rest = data.split(b"\n\n")
+    said = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    reasons = [choice["finish_reason"] for event in said for choice in event["choices"]]
+    if body or rest or done != b"data: [DONE]" or reasons[-1] != "length" or any(reasons[:-1]):
+        raise SystemExit(f"the server sent an answer that is not whole: {data!r}")
+    tokens: int = said[-1]["usage"]["completion_tokens"]
+    return tokens
+
+
 class Served:
     def __init__(self, dtype: str):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options(dtype).items()]
@@ -246,19 +279,21 @@ class Served:
         self._process = psutil.Process(self._server.process.pid)
 
     async def streams(self, seed: int) -> Figures:
-        async def ask(prompt: list[int], output_len: int) -> AsyncIterator[int]:
+        async def ask(prompt: list[int], output_len: int) -> AsyncIterator[Piece]:
             connection = await Connection.open(self._server.port)
             try:
                 connection.send({"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True,
-                                 "stream": True, "stream_options": {"include_usage": True}})  # fmt: skip
-                async with contextlib.aclosing(connection.chunks()) as chunks:  # type: ignore[type-var]
-                    async for chunk in chunks:
-                        told = re.search(rb'"completion_tokens":(\d+)', chunk)  # at the end
-                        yield int(told[1]) if told else 0
+                                 "stream": True, "stream_options": {"include_usage": True}}, last=True)  # fmt: skip
+                async with contextlib.aclosing(connection.pieces()) as pieces:  # type: ignore[type-var]
+                    async for piece in pieces:
+                        yield piece
             finally:
                 connection.close()
 
-        return await _streams(ask, lambda: sum(self._process.cpu_times()[:2]), seed)
+        def count(pieces: list[bytes]) -> int:
+            return streamed_tokens(b"".join(pieces))
+
+        return await _streams(ask, count, lambda: sum(self._process.cpu_times()[:2]), seed)
 
     def close(self) -> None:
         self._server.close()
