@@ -87,7 +87,8 @@ async def _whole(call: Call[ChatRequest], generation: Generation, params: Sampli
     choices = [ChoiceText(index) for index in range(params.n)]
     logprobs: list[list[PositionLogprobs]] = [[] for _ in choices]
     in_prompt: PromptLogprobsList | UnsetType = UNSET if params.prompt_logprobs is None else [None]
-    async for _, output in generation.outputs():
+    async for output in generation:
+        generation.saw(output)
         if output.prompt_logprobs is not None and in_prompt is not UNSET:
             in_prompt = prompt_logprobs(output.prompt_logprobs)
         for choice in output.outputs:
@@ -126,7 +127,8 @@ async def _frames(
         usage = generation.usage() if every_usage else no_usage
         return frame(encode(ChatChunk(answer, created, model, [choice], usage)))
 
-    async for _, output in generation.outputs():
+    async for output in generation:
+        generation.saw(output)
         data = []
         for choice in output.outputs:
             if not begun[choice.index]:

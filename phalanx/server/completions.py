@@ -109,7 +109,8 @@ class _Answer:
         choices = [ChoiceText(index) for index in range(len(self._prompts) * n)]
         positions: list[list[PositionLogprobs]] = [[] for _ in choices]
         in_prompts: list[PositionsOfPrompt] = [[None] for _ in self._prompts]
-        async for number, output in self.generation.outputs():
+        async for output in self.generation:
+            number = self.generation.saw(output)
             if output.prompt_logprobs is not None:
                 in_prompts[number] = output.prompt_logprobs
             for choice in output.outputs:
@@ -149,8 +150,8 @@ class _Answer:
         every_usage = bool(options and options.continuous_usage_stats)
         no_usage: Usage | UnsetType | None = None if final_usage else UNSET
         begun = [not self._body.echo] * (len(self._prompts) * self._params.n)
-        async for number, output in generation.outputs():
-            data = []
+        async for output in generation:
+            number, data = generation.saw(output), []
             for choice in output.outputs:
                 index = number * self._params.n + choice.index
                 described = self._chunk(index, choice, output.prompt_logprobs, echo=not begun[index])

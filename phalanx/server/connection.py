@@ -43,6 +43,7 @@ class _LingeringTransport:
         self._transport = transport
         self._protocol = weakref.ref(protocol)  # no circle, which the collector would have to find
         self._leaving = False
+        self.write = transport.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import TYPE_CHECKING
 
 from phalanx.errors import InvalidRequest, PhalanxError, Unavailable
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Generation:
-    """Every prompt of the request has been admitted when this exists."""
+    """Every prompt of the request has been admitted when this exists. Iterate it for outputs in order of arrival, which
+    raises PhalanxError, and show each one to `saw`."""
 
     def __init__(self, streams: list[RequestStream], params: SamplingParams, state: ServerState):
         self.streams = streams
@@ -30,21 +31,22 @@ class Generation:
         self._cached = [0] * len(streams)
         self._prompt_tokens = sum(len(stream.prompt_token_ids) for stream in streams)
         self._completion_tokens = 0
+        self._numbers = {stream.request_id: number for number, stream in enumerate(streams)}
+        self._merged = _merged(streams) if len(streams) > 1 else None
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        """Each output with the number of its prompt, in order of arrival. Raises PhalanxError."""
-        source = _merged(self.streams) if len(self.streams) > 1 else _single(self.streams[0])
-        try:
-            async for number, output in source:
-                for choice in output.outputs:
-                    if choice.finish_reason == "abort":
-                        raise Unavailable("The request was stopped by the server.")
-                    self._completion_tokens += len(choice.token_ids)
-                self._cached[number] = output.num_cached_tokens
-                self._recorders[number].saw(output)
-                yield number, output
-        finally:
-            await source.aclose()
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        return self._merged or self.streams[0]  # a generator in between would cost something for each token
+
+    def saw(self, output: RequestOutput) -> int:
+        """Count it. The number of its prompt. Raises Unavailable when the server has ended the request."""
+        number = self._numbers[output.request_id]
+        for choice in output.outputs:
+            if choice.finish_reason == "abort":
+                raise Unavailable("The request was stopped by the server.")
+            self._completion_tokens += len(choice.token_ids)
+        self._cached[number] = output.num_cached_tokens
+        self._recorders[number].saw(output)
+        return number
 
     def usage(self, *, hide_completion: bool = False) -> Usage:
         completion = 0 if hide_completion else self._completion_tokens
@@ -58,6 +60,8 @@ class Generation:
 
     async def close(self) -> None:
         """Abort what still runs. Idempotent."""
+        if self._merged is not None:
+            await self._merged.aclose()
         await _close_all(self.streams)
 
 
@@ -128,34 +132,29 @@ async def _truncated(
     return prompt[-keep:] if keep > 0 else prompt
 
 
-async def _single(stream: RequestStream) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    async for output in stream:
-        yield 0, output
+async def _merged(streams: list[RequestStream]) -> AsyncGenerator[RequestOutput, None]:
+    arrived: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
-
-async def _merged(streams: list[RequestStream]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    arrived: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(maxsize=len(streams))
-
-    async def pump(number: int, stream: RequestStream) -> None:
+    async def pump(stream: RequestStream) -> None:
         try:
             async for output in stream:
-                await arrived.put((number, output))
+                await arrived.put(output)
         except Exception as error:
-            await arrived.put((number, error))
+            await arrived.put(error)
         else:
-            await arrived.put((number, None))
+            await arrived.put(None)
 
-    tasks = [asyncio.create_task(pump(number, stream)) for number, stream in enumerate(streams)]
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     running = len(streams)
     try:
         while running:
-            number, item = await arrived.get()
+            item = await arrived.get()
             if item is None:
                 running -= 1
             elif isinstance(item, Exception):
                 raise item
             else:
-                yield number, item
+                yield item
     finally:
         for task in tasks:
             task.cancel()
