@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -77,7 +76,7 @@ class FarRouter:
         why = "it closed the connection"
         try:
             while True:
-                self._take(await self._stream.receive())
+                await self._take(await self._stream.receive())
         except EOFError:
             pass
         except OSError as error:
@@ -86,12 +85,12 @@ class FarRouter:
             why = f"it sent something that is no message ({error})"
         self._lose(_gone(why))
 
-    def _take(self, message: ToServer) -> None:
+    async def _take(self, message: ToServer) -> None:
         self._patience.heard(time.monotonic())
         if isinstance(message, Outputs):
             if message.status is not None:
                 self._status = message.status
-            self._mailboxes.deliver(message.outputs)
+            await self._mailboxes.deliver(message.outputs)
         elif isinstance(message, Servers):
             self.servers = message.servers
         elif isinstance(message, Drain | Tell):
@@ -172,14 +171,12 @@ class FarRouter:
     async def start(self) -> EngineInfo:
         return await asyncio.shield(self._started)
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         if self._lost is not None:
             raise self._lost
         if not self._started.done():
             raise EngineDead("The engine is not started.")
-        async with aclosing(self._mailboxes.generate(request)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._mailboxes.generate(request)
 
     async def abort(self, request_id: str) -> None:
         self._mailboxes.abort(request_id)

@@ -108,7 +108,17 @@ class Mailboxes:
             self._post(Abort([request_id]))
             mailbox.put(EngineOutput(request_id, mailbox.next_start, finish_reason="abort"))
 
-    def deliver(self, outputs: Sequence[EngineOutput]) -> None:
+    async def deliver(self, outputs: Sequence[EngineOutput]) -> None:
+        """Hand them out. First tokens go ahead: whoever waits for one need not wait until all others, who have text to
+        read, have their next one."""
+        begun = {output.request_id for output in outputs if output.scheduled_s is not None}
+        if begun and len(begun) < len(outputs):
+            self._put([output for output in outputs if output.request_id in begun])
+            await asyncio.sleep(0)  # they are made text; with the next turn they go to who reads it
+            outputs = [output for output in outputs if output.request_id not in begun]
+        self._put(outputs)
+
+    def _put(self, outputs: Sequence[EngineOutput]) -> None:
         for output in outputs:
             mailbox = self.open.get(output.request_id)
             if mailbox is not None:  # else it was aborted in the meantime

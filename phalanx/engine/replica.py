@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 
 import msgspec
 
@@ -216,7 +215,7 @@ class Replica:
             if isinstance(message, Fatal):
                 cause = RuntimeError(message.cause)
             elif isinstance(message, Outputs):
-                self._deliver(message)
+                await self._deliver(message)
             elif isinstance(message, Beat):
                 self._status = status = message.status
                 warm = status.computed_tokens > 0
@@ -237,12 +236,12 @@ class Replica:
                 return
             await asyncio.sleep(LOOK_S)
 
-    def _deliver(self, message: Outputs) -> None:
+    async def _deliver(self, message: Outputs) -> None:
         if message.outputs:
             self._patience.advanced()
         if message.status is not None:
             self._status = message.status
-        self._mailboxes.deliver(message.outputs)
+        await self._mailboxes.deliver(message.outputs)
 
     async def _death(self, cause: BaseException | None, when: str) -> EngineLost:
         """What became of the process, in words. Ends it if it still lives."""
@@ -280,19 +279,12 @@ class Replica:
         await self._gone.wait()
         return self._lost or EngineLost.closed()
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
         if self._lost is not None:
             raise self._lost
         if self._closed or self._reading is None:
             raise EngineDead("The engine is closed." if self._closed else "The engine is not started.")
-        if self._draining:
-            refusal = request_error(Draining("The engine is shutting down.", retry_after=5.0))
-            start = len(request.output_token_ids)
-            yield EngineOutput(request.request_id, start, finish_reason="error", error=refusal)
-            return
-        async with aclosing(self._mailboxes.generate(request)) as outputs:
-            async for output in outputs:
-                yield output
+        return _refused(request) if self._draining else self._mailboxes.generate(request)
 
     async def abort(self, request_id: str) -> None:
         self._mailboxes.abort(request_id)
@@ -349,6 +341,11 @@ class Replica:
         if self._kept is not None and self._line is not None:
             self._kept.take(self._line)
             self._line = None
+
+
+async def _refused(request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
+    refusal = request_error(Draining("The engine is shutting down.", retry_after=5.0))
+    yield EngineOutput(request.request_id, len(request.output_token_ids), finish_reason="error", error=refusal)
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float | None) -> None:

@@ -52,7 +52,8 @@ def header_values(scope: Scope, name: bytes) -> list[bytes]:
 
 class RequestBoundary:
     """Gives each request its id (the client's `X-Request-Id` when sane), turns what was raised below into an
-    answer, counts it, and writes the access log if there is one."""
+    answer, counts it, and writes the access log if there is one. Pieces of a stream may go by `state["send"]`, past
+    everybody who is only interested in how an answer begins."""
 
     def __init__(self, app: ASGIApp, metrics: ServingMetrics, access_log: bool):
         self._app = app
@@ -70,6 +71,7 @@ class RequestBoundary:
         request_id = self._request_id(scope)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
+        state["send"] = send
         status = 0
 
         async def tagged(message: Message) -> None:

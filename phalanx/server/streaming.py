@@ -127,6 +127,7 @@ class EventStream(StreamingResponse):
         last = DONE
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            send = scope["state"]["send"]
             idle = asyncio.create_task(self._keep_open(send))
             await self._in_flight.run(self._pump(send), receive, self._deadline)
         except ClientGone as gone:

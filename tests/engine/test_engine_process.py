@@ -24,7 +24,7 @@ from phalanx import LLM, AsyncEngine, EngineConfig, SamplingParams, StructuredOu
 from phalanx.checkpoint.locate import locate
 from phalanx.engine.client import EngineOutput
 from phalanx.engine.core_messages import Submit
-from phalanx.engine.mailboxes import Mailbox, merged
+from phalanx.engine.mailboxes import Mailbox, Mailboxes, merged
 from phalanx.engine.replica import Replica
 from phalanx.engine.resolution import for_engine, resolved
 from phalanx.engine.router import Router
@@ -397,6 +397,32 @@ async def test_the_engine_process_does_not_import_from_the_current_folder(model,
     monkeypatch.chdir(tmp_path)
     async with AsyncEngine(config(model)) as engine:
         assert len(await tokens(engine.generate("x", params(max_tokens=2)))) == 1
+
+
+async def test_a_first_token_has_reached_its_reader_before_others_have_their_next_one():
+    async def sent(message):
+        pass
+
+    mailboxes, seen = Mailboxes(sent, lambda message: None), []
+
+    async def read(rid):
+        async for output in mailboxes.generate(engine_request(rid)):
+            seen.append((rid, output.token_ids))
+            await asyncio.sleep(0)  # its text goes to another task
+            seen.append((rid, "read"))
+
+    readers = [asyncio.create_task(read(rid)) for rid in ("old", "older", "new")]
+    await asyncio.sleep(0)
+    outputs = [
+        EngineOutput("old", 0, [3], finish_reason="length"),
+        EngineOutput("new", 0),
+        EngineOutput("new", 0, [4], finish_reason="length", scheduled_s=1.0),
+        EngineOutput("older", 0, [5], finish_reason="length"),
+    ]
+    await mailboxes.deliver(outputs)
+    await asyncio.gather(*readers)
+    assert seen[:2] == [("new", [4]), ("new", "read")]
+    assert sorted(seen[2:4]) == [("old", [3]), ("older", [5])]
 
 
 def test_what_a_slow_reader_missed_is_merged():
