@@ -94,6 +94,7 @@ class RequestBoundary:
             if not status:
                 await error_response(internal_error(request_id))(scope, receive, tagged)
         finally:
+            del state["send"]  # it knows the scope: a circle for the collector
             self._metrics.in_flight.dec()
             self._record(scope, status or 499, time.monotonic() - started)
 
