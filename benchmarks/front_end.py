@@ -9,9 +9,10 @@ the machine does.
 streams     `batch32` of executors.py (32 at once, 128 tokens in, 64 out: output tokens / wall time), and the first
             token of a request (128 in, 1 out) that comes at any time while 31 others are answered: one `Engine`,
             stepped in one process without text and sockets; `AsyncEngine`; the server, with clients that stream in a
-            process of their own. Clients have the cores of what is measured, so they do little: a connection for each
-            answer, whose beginning is read at once and the rest when 16 KB of it are there or the server has closed
-            it. An answer is looked at when the clock has stopped: it must be whole, event by event
+            process of their own. Clients have the cores of what is measured, so they do little: they ask on connections
+            that are open already, the beginning of an answer is read at once, the rest when 16 KB of it are there or
+            the server has closed the connection. Answers are looked at when the clock has stopped: each must be whole,
+            event by event
 dispatch    requests of a short prompt and one token, 64 at a time, to an engine that answers at once (`EchoEngine`):
             through the router alone, through `AsyncEngine`, and through one and two server processes, not streamed,
             with clients in a process of their own that keep their connections
@@ -32,6 +33,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,32 +135,36 @@ def _probes(seed: int) -> Iterator[tuple[list[int], float]]:
 Piece = Sequence[int]
 """Of an answer: its tokens, or bytes."""
 Ask = Callable[[list[int], int], AsyncIterator[Piece]]
-"""Of a prompt and the length of its answer, the pieces of it."""
+"""Of a prompt and the length of its answer, the pieces of it. To be called once."""
+Ready = Callable[[], Awaitable[Ask]]
+"""What can be done before there is a prompt."""
 
 
-async def _streams(ask: Ask, count: Callable[[list[Any]], int], cpu: Callable[[], float], seed: int) -> Figures:
-    """As `Alone.streams`, with `ask`; `count` makes the number of tokens of an answer's pieces, `cpu` is what the front
-    end has used."""
+async def _streams(ready: Ready, count: Callable[[list[Any]], int], cpu: Callable[[], float], seed: int) -> Figures:
+    """As `Alone.streams`, with `ready`; `count` makes the number of tokens of an answer's pieces, `cpu` is what the
+    front end has used."""
 
-    async def whole(prompt: list[int]) -> list[Piece]:
+    async def whole(ask: Ask, prompt: list[int]) -> list[Piece]:
         return [piece async for piece in ask(prompt, OUTPUT_LEN)]
 
+    asks = [await ready() for _ in range(COUNT)]
     used, begin = cpu(), time.perf_counter()
-    answers = await asyncio.gather(*(whole(prompt) for prompt in prompts(COUNT, INPUT_LEN, seed)))
+    answers = await asyncio.gather(*map(whole, asks, prompts(COUNT, INPUT_LEN, seed)))
     seconds, used = time.perf_counter() - begin, cpu() - used
     counts = [count(answer) for answer in answers]
     if counts != [OUTPUT_LEN] * COUNT:
         raise SystemExit(f"answers of {OUTPUT_LEN} tokens have {counts}")
     tokens = sum(counts)
-    first = statistics.median(await _probe(ask, seed))
+    first = statistics.median(await _probe(ready, seed))
     return {"tok_s": tokens / seconds, "cpu_us_per_token": used / tokens * 1e6, "first_token_ms": first * 1000}
 
 
-async def _probe(ask: Ask, seed: int) -> list[float]:
+async def _probe(ready: Ready, seed: int) -> list[float]:
     times = []
     begun = asyncio.Semaphore(0)
 
     async def run(prompt: list[int]) -> None:
+        ask = await ready()
         async with contextlib.aclosing(ask(prompt, 1500)) as pieces:  # type: ignore[type-var]
             async for _ in pieces:
                 begun.release()
@@ -167,6 +173,7 @@ async def _probe(ask: Ask, seed: int) -> list[float]:
     for _ in others:
         await begun.acquire()
     for prompt, pause in _probes(seed):
+        ask = await ready()
         await asyncio.sleep(pause)
         arrival = time.perf_counter()
         pieces = [time.perf_counter() async for _ in ask(prompt, 1)]
@@ -194,7 +201,10 @@ class Whole:
             async for delta in self._engine.generate(prompt, params):
                 yield delta.outputs[0].token_ids
 
-        return await _streams(ask, lambda pieces: sum(map(len, pieces)), time.process_time, seed)
+        async def ready() -> Ask:
+            return ask
+
+        return await _streams(ready, lambda pieces: sum(map(len, pieces)), time.process_time, seed)
 
     async def close(self) -> None:
         await self._engine.close()
@@ -279,8 +289,10 @@ class Served:
         self._process = psutil.Process(self._server.process.pid)
 
     async def streams(self, seed: int) -> Figures:
-        async def ask(prompt: list[int], output_len: int) -> AsyncIterator[Piece]:
-            connection = await Connection.open(self._server.port)
+        async def ready() -> Ask:
+            return partial(ask, await Connection.open(self._server.port))
+
+        async def ask(connection: Connection, prompt: list[int], output_len: int) -> AsyncIterator[Piece]:
             try:
                 connection.send({"prompt": prompt, "max_tokens": output_len, "temperature": 0, "ignore_eos": True,
                                  "stream": True, "stream_options": {"include_usage": True}}, last=True)  # fmt: skip
@@ -293,7 +305,7 @@ class Served:
         def count(pieces: list[bytes]) -> int:
             return streamed_tokens(b"".join(pieces))
 
-        return await _streams(ask, count, lambda: sum(self._process.cpu_times()[:2]), seed)
+        return await _streams(ready, count, lambda: sum(self._process.cpu_times()[:2]), seed)
 
     def close(self) -> None:
         self._server.close()
