@@ -56,7 +56,7 @@ class PlanDraft:
         if request.slot is None:
             raise ValueError("a request without a slot cannot run")
         row = len(self.rows)
-        samples = request.num_computed + count == len(request.tokens)
+        samples = request.num_to_plan == count
         if samples and request.grammar is not None:
             masks, proposed = self._constrained(request.grammar, request, proposed)
             self._mask_rows += [row] * len(masks)
@@ -77,7 +77,7 @@ class PlanDraft:
         self.budget -= count + len(proposed)
         self.proposals -= len(proposed)
         request.num_sent = len(request.tokens)
-        request.in_flight = count
+        request.in_flight += count
 
     def _constrained(
         self, grammar: Grammar, request: Request, proposed: Sequence[int]

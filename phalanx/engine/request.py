@@ -75,7 +75,7 @@ class Request:
     num_sent: int = 0
     """Tokens that the workers know; 0 before its admission is sent."""
     in_flight: int = 0
-    """Tokens being computed by a plan whose result is not back, those proposed not counted."""
+    """Tokens being computed by plans whose results are not back, those proposed not counted."""
 
     hashes: list[bytes] = field(default_factory=list)
     """Of its full blocks, as far as they were needed; they depend on its tokens alone."""
@@ -128,6 +128,11 @@ class Request:
     @property
     def num_to_compute(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def num_to_plan(self) -> int:
+        """Of those to compute, which no plan in flight computes."""
+        return len(self.tokens) - self.num_computed - self.in_flight
 
     def order(self) -> tuple[int, int]:
         """Who goes first among running requests; the last one is the first to be preempted."""

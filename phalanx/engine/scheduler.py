@@ -4,13 +4,14 @@ There is no prefill and no decode here: a step gives every request some of the t
 under one budget. A request that has computed all of its tokens samples the next one, and has one to compute again.
 
     schedule   running requests first, in order of (priority, arrival); the budget keeps one token for each of them, so
-               a long prompt cannot stall the others; what is left goes to admissions, in the order of the queue
+               a long prompt cannot stall the others; what is left goes to admissions, in the order of the queue; where
+               several plans are in flight, prompts are computed in smaller pieces, so that no stage waits long for one
     apply      tokens, log-probabilities, failures and finished requests; blocks become findable here, once computed
 
 A request is admitted when blocks for everything known of it are free. When a running one needs a block and none is
 free, the last one in order is preempted. Preemption is release, resuming is admission, recovery is both. There is no
-third case. A request in flight (its plan submitted, the result not back) is left alone: not planned, not preempted, and
-when it is aborted its slot and blocks are released with its result.
+third case. A request in flight (its plan submitted, the result not back) is left alone: not preempted, planned only for
+more of what is known of it, and when it is aborted its slot and blocks are released with its last result.
 
 Where speculation is wanted, a running request that has one token to compute may get proposed ones beside it
 (`phalanx.engine.speculation`): within the budget, in blocks that nobody needs, as far as its last token and its grammar
@@ -48,6 +49,12 @@ from phalanx.metrics.speculation import SpeculationCounts
 from phalanx.step import PromptLogprobs, RowFailure, StepPlan, StepResult, TokenLogprobs, unpack
 
 _log = logging.getLogger(__name__)
+
+_PIECES = 4
+"""Into so many a plan's share of a step's tokens is cut where several plans are in flight: stages of a pipeline wait
+while the first piece of the prompts is on its way to them, and behind the last one."""
+_LEAST_PIECE = 256
+"""Tokens; with fewer, what a plan costs by itself would count."""
 
 
 @dataclass
@@ -251,8 +258,9 @@ class Scheduler:
             for request in tuple(self.running):
                 if request.request_id != self.only and not request.in_flight:
                     self._requeue(request, now)
-        draft = PlanDraft(self.epoch, self._step_id + 1, self._config.max_num_batched_tokens, self._layout.vocab_size)
-        self._continue_running(draft, now)
+        share = -(-len(self.running) // self._max_in_flight)  # of each plan in flight, so that every stage has work
+        draft = PlanDraft(self.epoch, self._step_id + 1, self._budget(share), self._layout.vocab_size)
+        self._continue_running(draft, share, now)
         self._admit_waiting(draft, now)
         if not draft.rows:
             return None
@@ -261,9 +269,15 @@ class Scheduler:
         released, self._released = self._released, []
         return draft.plan(released)
 
-    def _continue_running(self, draft: PlanDraft, now: float) -> None:
-        share = -(-len(self.running) // self._max_in_flight)  # of each plan in flight, so that every stage has work
-        ready = [request for request in self.running if not request.in_flight][:share]
+    def _budget(self, rows: int) -> int:
+        """Tokens of a plan that goes on with `rows` requests."""
+        most = self._config.max_num_batched_tokens
+        if self._max_in_flight == 1:
+            return most
+        return min(most, max(_LEAST_PIECE, most // (_PIECES * self._max_in_flight)) + rows)
+
+    def _continue_running(self, draft: PlanDraft, share: int, now: float) -> None:
+        ready = [request for request in self.running if request.num_to_plan][:share]
         if self._speculation is not None:
             rows = len(ready) + min(len(self._free_slots), len(self.queue))
             draft.proposals = self._most_sampled - rows
@@ -273,8 +287,8 @@ class Scheduler:
             if request.slot is None:  # preempted by one before it
                 continue
             kept = len(ready) - position - 1
-            count = min(request.num_to_compute, max(1, draft.budget - kept), MAX_ROW_TOKENS)
-            fresh = self._grow(request, request.num_computed + count, now)
+            count = min(request.num_to_plan, max(1, draft.budget - kept), MAX_ROW_TOKENS)
+            fresh = self._grow(request, request.num_computed + request.in_flight + count, now)
             if fresh is not None:
                 proposed = self._propose(draft, request, count, kept, len(ready)) if draft.proposals > 0 else []
                 if proposed:
@@ -387,9 +401,10 @@ class Scheduler:
         self.counters.step_seconds += result.compute_s
         for row, answer in zip(draft.rows, answers, strict=True):
             request = row.request
-            request.in_flight = 0
+            request.in_flight -= row.count
             if request.finished:
-                self._release(request)
+                if not request.in_flight:
+                    self._release(request)
                 continue
             try:
                 self._advance(request, row, answer, len(draft.rows), now)

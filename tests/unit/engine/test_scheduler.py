@@ -364,6 +364,52 @@ def test_an_aborted_request_in_flight_keeps_its_blocks_until_its_result_is_back(
     driver.drain()
 
 
+@pytest.mark.parametrize(("window", "piece"), [(1, 2048), (2, 256), (3, 256)])
+def test_prompts_are_computed_in_pieces_that_keep_every_stage_at_work(window: int, piece: int) -> None:
+    driver = driver_with(
+        max_in_flight=window, max_num_batched_tokens=2048, max_num_seqs=16, blocks=1000, max_model_len=400,
+        prefix_caching=False,
+    )  # fmt: skip
+    for number in range(16):
+        driver.ask(str(number), [number] * 300, max_tokens=3)
+    driver.drain()
+    assert piece <= max(sum(counts(plan).values()) for plan in driver.executor.plans) <= piece + 8
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_a_long_prompt_is_in_all_plans_in_flight(window: int) -> None:
+    driver = driver_with(max_in_flight=window, max_num_batched_tokens=10)
+    answer = driver.ask("a", list(range(35)), max_tokens=2, prompt_logprobs=0)
+    driver.step()
+    assert [list(counts(plan).values()) for plan in driver.executor.plans] == [[10]] * window
+    assert driver.scheduler.running[0].in_flight == 10 * (window - 1)
+    while not answer.tokens:
+        driver.step()
+    assert [list(counts(plan).values()) for plan in driver.executor.plans[:4]] == [[10], [10], [10], [5]]
+    driver.drain()
+
+
+def test_an_aborted_request_in_several_plans_keeps_its_blocks_until_the_last_result_is_back() -> None:
+    driver = driver_with(max_in_flight=3, max_num_batched_tokens=10)
+    driver.ask("a", list(range(35)), max_tokens=2)
+    driver.step()
+    free = driver.scheduler.pool.num_free
+    driver.abort("a")
+    driver.step()
+    assert driver.scheduler.pool.num_free == free
+    driver.step()
+    assert driver.scheduler.pool.num_free == driver.scheduler.pool.blocks
+    driver.drain()
+
+
+def test_a_request_that_fails_in_one_of_several_plans_ends_once() -> None:
+    driver = driver_with(max_in_flight=3, max_num_batched_tokens=10)
+    driver.executor.fail_row = lambda slot, step_id: step_id == 2
+    driver.ask("a", list(range(35)), max_tokens=2).may_end.add("error")
+    driver.drain()
+    assert len(driver.executor.plans) == 4
+
+
 # Results that answer something else
 
 
