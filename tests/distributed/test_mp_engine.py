@@ -114,6 +114,27 @@ class TestPipeline:
         assert Counter(in_flight for _, in_flight in steady).most_common(1)[0][0] == 3
         assert {rows for rows, _ in steady} <= {2, 3}  # of 8
 
+    @pytest.mark.recovery
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_a_loss_among_several_pieces_of_one_prompt(self, supervisor, rank_model, rank):
+        wanted = requests(3, tokens=12, prompt=40)
+        executor = mp_executor(supervisor, Mesh(pp=2))
+        engine = start_engine(executor, engine_config(rank_model, max_num_batched_tokens=8))
+        before = pids(executor)
+
+        def kill(steps: int, tokens: int) -> None:
+            if steps == 3:
+                assert engine._scheduler.running[0].num_computed == 24
+                assert engine._scheduler.running[0].in_flight == 8
+                os.kill(before[rank], signal.SIGKILL)
+
+        try:
+            served = serve(engine, wanted, kill)
+            assert (served.tokens, served.errors) == (undisturbed(engine_config(rank_model), wanted), {})
+            assert engine.status().epoch == 1
+        finally:
+            engine.close()
+
     def test_a_stage_goes_on_with_the_next_plan_while_the_following_one_is_busy(self, supervisor, config):
         executor = mp_executor(supervisor, Mesh(pp=2))
         executor.start(config)
