@@ -349,7 +349,10 @@ void multiply_blocks(Address x, std::size_t step_x, std::size_t rows, std::size_
 void multiply_rounded(const RoundedRows& rounded, std::size_t rows, Address parts, std::size_t count, Address y,
                       std::size_t stride, int y_type, Address bias, int bias_type) {
   if (rows == 0) return;
-  const BlockMatmul& kernels = block_matmul();
+  auto multiply = block_matmul().multiply;
+#if defined(PHALANX_AMX)
+  if (active() == Isa::amx) multiply = amx::multiply;
+#endif
   const BlockProduct product{rounded.rows(), at_address<void>(y), stride, static_cast<Number>(y_type),
                              at_address<const void>(bias), static_cast<Number>(bias_type)};
   const BlockPart* part = at_address<const BlockPart>(parts);
@@ -377,7 +380,7 @@ void multiply_rounded(const RoundedRows& rounded, std::size_t rows, Address part
       }
       const std::size_t begin = task * step, end = begin + step < own ? begin + step : own;
       const std::size_t row = piece * kRowsPerTask, last = row + kRowsPerTask < rows ? row + kRowsPerTask : rows;
-      kernels.multiply(product, part[p], begin, end, row, last);
+      multiply(product, part[p], begin, end, row, last);
       return;
     }
   });

@@ -102,6 +102,12 @@ struct BlockMatmul {
 
 PHALANX_DECLARE_TABLES(BlockMatmul, block_matmul)
 
+namespace amx {
+// As `multiply` of AVX-512, to the bit.
+void multiply(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
+              std::size_t row_begin, std::size_t row_end);
+}  // namespace amx
+
 // Activations rounded to 8 bits, in memory that is kept from one product to the next. Whoever makes the rows may round them
 // too, while they are in its cache.
 class RoundedRows {

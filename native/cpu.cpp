@@ -1,5 +1,7 @@
 #include "cpu.hpp"
 
+#include "amx.hpp"
+
 #if defined(__linux__) && defined(__aarch64__)
 #include <sys/auxv.h>
 #endif
@@ -20,7 +22,10 @@ std::vector<Isa> detect() {
     const bool sums = wide && __builtin_cpu_supports("avx512vnni");
     if (wide) found.push_back(Isa::avx512);
     if (sums) found.push_back(Isa::avx512vnni);
-    if (sums && __builtin_cpu_supports("avx512bf16")) found.push_back(Isa::avx512bf16);
+    if (sums && __builtin_cpu_supports("avx512bf16")) {
+      found.push_back(Isa::avx512bf16);
+      if (*amx_refusal() == '\0') found.push_back(Isa::amx);
+    }
   }
 #elif defined(__linux__) && defined(__aarch64__)
   if (getauxval(AT_HWCAP) & (1 << 20)) found.push_back(Isa::dotprod);  // HWCAP_ASIMDDP
@@ -37,7 +42,11 @@ Isa& chosen() {
 
 const std::vector<Isa>& compiled() {
 #if defined(__x86_64__)
-  static const std::vector<Isa> all{Isa::generic, Isa::avx2, Isa::avx512, Isa::avx512vnni, Isa::avx512bf16};
+  static const std::vector<Isa> all{Isa::generic,    Isa::avx2, Isa::avx512, Isa::avx512vnni, Isa::avx512bf16,
+#if defined(PHALANX_AMX)
+                                    Isa::amx
+#endif
+  };
 #elif defined(__aarch64__)
   static const std::vector<Isa> all{Isa::generic, Isa::dotprod};
 #else
@@ -63,12 +72,18 @@ bool choose(const std::string& name) {
   return false;
 }
 
+void assume(const std::string& name) {
+  for (Isa isa : compiled())
+    if (name == name_of(isa)) chosen() = isa;
+}
+
 const char* name_of(Isa isa) {
   switch (isa) {
     case Isa::avx2: return "avx2";
     case Isa::avx512: return "avx512";
     case Isa::avx512vnni: return "avx512vnni";
     case Isa::avx512bf16: return "avx512bf16";
+    case Isa::amx: return "amx";
     case Isa::dotprod: return "dotprod";
     default: return "generic";
   }

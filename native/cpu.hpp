@@ -7,14 +7,16 @@
 
 namespace phalanx {
 
-enum class Isa { generic, avx2, avx512, avx512vnni, avx512bf16, dotprod };
+enum class Isa { generic, avx2, avx512, avx512vnni, avx512bf16, amx, dotprod };
 
 // What the library has kernels for, the least first.
 const std::vector<Isa>& compiled();
-// What this machine can run of them. avx512bf16 includes VNNI.
+// What this machine can run of them. avx512bf16 includes VNNI, and amx that, which has most kernels from it.
 const std::vector<Isa>& available();
 // For tests: false when this machine cannot run it.
 bool choose(const std::string& name);
+// For tests with an emulator: whatever the machine can run.
+void assume(const std::string& name);
 Isa active();
 const char* name_of(Isa isa);
 
@@ -43,6 +45,7 @@ const char* name_of(Isa isa);
   case Isa::avx2: return avx2::table;                 \
   case Isa::avx512: return avx512::table;             \
   case Isa::avx512vnni: return avx512vnni::table;     \
+  case Isa::amx:                                      \
   case Isa::avx512bf16: return avx512bf16::table;
 #elif defined(__aarch64__)
 #define PHALANX_DECLARE_EACH_(Table, table)             \

@@ -1,3 +1,4 @@
+#include "amx.hpp"
 #include "bindings.hpp"
 #include "cpu.hpp"
 #include "team.hpp"
@@ -29,6 +30,9 @@ NB_MODULE(_native, m) {
   m.def("compiled_instruction_sets", [] { return names_of(compiled()); });
   m.def("active_instruction_set", [] { return std::string(name_of(active())); });
   m.def("choose_instruction_set", &choose);
+  m.def("assume_instruction_set", &assume);
+  m.def("amx_refusal", &amx_refusal);
+  m.def("amx_agrees", &amx_agrees);
   m.def("set_team", &set_team);
   m.def("set_team_spin", &set_team_spin);
   m.def("team_size", &team_size);

@@ -1,47 +1,15 @@
-#include "block_matmul.hpp"
-
-#include "half.hpp"
-
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // the intrinsics' own undefined operands
-#endif
+#include "block_kernels.hpp"
 
 namespace phalanx::PHALANX_ISA {
 namespace {
 
-// Outputs that are computed together, as many of a group as fill a register.
-#if defined(__AVX512F__)
-constexpr int kWidth = 16;
-#elif defined(__AVX2__)
-constexpr int kWidth = 8;
-#else
-constexpr int kWidth = 4;
-#endif
-using floats = float __attribute__((vector_size(4 * kWidth)));
-using ints = std::int32_t __attribute__((vector_size(4 * kWidth)));
-using quads = std::uint8_t __attribute__((vector_size(4 * kWidth)));  // four neighbouring inputs of each output
-using pairs = std::uint16_t __attribute__((vector_size(4 * kWidth)));
-using signed_pairs = std::int16_t __attribute__((vector_size(4 * kWidth)));
-using halves = std::uint16_t __attribute__((vector_size(2 * kWidth)));
-using bytes = std::uint8_t __attribute__((vector_size(kWidth)));
-using signed_bytes = std::int8_t __attribute__((vector_size(kWidth)));
 using s8x16 = std::int8_t __attribute__((vector_size(16)));
-
-#define PHALANX_UNROLL _Pragma("GCC unroll 8")
 
 PHALANX_INLINE std::int32_t four(const std::int8_t* q) {
   std::int32_t v;
   std::memcpy(&v, q, sizeof v);
   return v;
 }
-
-// Unsigned weights times signed activations are what VNNI multiplies. Where a set multiplies signed ones instead, eight
-// bits are taken less 128, and the activations' sum need not be subtracted.
-#if defined(__AVX512VNNI__) || !(defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD))
-constexpr bool kSignedWeights = false;
-#else
-constexpr bool kSignedWeights = true;
-#endif
 
 // Each lane: its four weights times the four activations, added to `sum`. All exact.
 template <int kBits>
@@ -83,113 +51,6 @@ PHALANX_INLINE ints dot4(ints sum, quads weights, std::int32_t activations) {
 #endif
 }
 
-PHALANX_INLINE floats to_float(ints v) { return __builtin_convertvector(v, floats); }
-#if defined(__AVX512F__)
-PHALANX_INLINE floats fused(floats a, floats b, floats c) { return fma(a, b, c); }
-PHALANX_INLINE floats from_halves(halves x) { return from_f16(x); }
-#elif defined(__AVX2__)
-PHALANX_INLINE floats fused(floats a, floats b, floats c) {
-  return (floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-}
-PHALANX_INLINE floats from_halves(halves x) { return (floats)_mm256_cvtph_ps((__m128i)x); }
-#else
-PHALANX_INLINE floats fused(floats a, floats b, floats c) { return a * b + c; }
-PHALANX_INLINE floats from_halves(halves x) {  // as from_f16
-  using words = std::uint32_t __attribute__((vector_size(4 * kWidth)));
-  words bits = {};
-  for (int i = 0; i < kWidth; ++i) bits[i] = x[i];
-  const words special = (words)((bits & 0x7c00u) == 0x7c00u) & (0xffu << 23);
-  return (floats)((words)((floats)((bits & 0x7fffu) << 13) * 0x1p112f) | special | (bits & 0x8000u) << 16);
-}
-#endif
-
-template <BlockKind kKind>
-struct Kind {
-  static constexpr BlockLayout layout = kBlockLayouts[static_cast<int>(kKind)];
-  static constexpr int bits = layout.bits;
-  static constexpr bool super = layout.super_bytes > 0;
-  static constexpr bool own_zero = kKind == BlockKind::int4;  // with each scale
-  static constexpr bool halves = kKind == BlockKind::q6_k;  // a scale for each 16 inputs
-  static constexpr bool channel = layout.tail_bytes > 0;
-  static constexpr bool minimum = layout.zero == 0;
-  static constexpr int offset_factor = bits == 8 && kSignedWeights ? 0 : layout.zero / 8;
-
-  // Registers j and 4 + j of a block's eight: inputs 4j … and 16 + 4j ….
-  static PHALANX_INLINE void unpack(const std::uint8_t* block, int j, quads& low, quads& high) {
-    if constexpr (bits == 8) {
-      low = load<quads>(block + 64 * j);
-      high = load<quads>(block + 64 * (4 + j));
-    } else {
-      const pairs both = load<pairs>(block + 64 * j);
-      pairs first = both & 0x0f0f, second = (both >> 4) & 0x0f0f;
-      if constexpr (bits == 5) {
-        const pairs fifth = load<pairs>(block + 256);
-        first |= (fifth << (4 - j)) & 0x1010;
-        second |= (fifth >> j) & 0x1010;
-      }
-      if constexpr (bits == 6) {
-        const pairs lower = load<pairs>(block + 256), upper = load<pairs>(block + 320);
-        first |= (j < 2 ? lower << (4 - 2 * j) : lower >> (2 * j - 4)) & 0x3030;
-        second |= (j < 2 ? upper << (4 - 2 * j) : upper >> (2 * j - 4)) & 0x3030;
-      }
-      low = (quads)first;
-      high = (quads)second;
-    }
-  }
-};
-
-struct Scales {
-  floats scale, second;  // `second` is the other half's scale, or the minimum
-};
-
-// Those of one block, for outputs `lane` and after of a group. Products of scales are exact: float16 (or bfloat16) times
-// at most eight bits.
-template <BlockKind kKind>
-PHALANX_INLINE Scales scales_of(const std::uint8_t* group, const GroupShape& shape, std::size_t block, int lane) {
-  using K = Kind<kKind>;
-  const std::uint8_t* at = group + shape.scales + block * K::layout.scale_bytes;
-  Scales found{};
-  if constexpr (K::own_zero) {
-    const std::uint8_t* shared = group + shape.super(K::layout, block);
-    found.scale = load<floats>(shared + 4 * lane);
-    found.second = -(found.scale * __builtin_convertvector(load<bytes>(shared + 64 + lane), floats));
-  } else if constexpr (K::super) {
-    const std::uint8_t* factors = group + shape.super(K::layout, block) + 2 * lane;
-    const floats factor = from_halves(load<halves>(factors));
-    at += lane;
-    if constexpr (K::halves) {
-      found.scale = factor * __builtin_convertvector(load<signed_bytes>(at), floats);
-      found.second = factor * __builtin_convertvector(load<signed_bytes>(at + 16), floats);
-    } else {
-      found.scale = factor * __builtin_convertvector(load<bytes>(at), floats);
-      const floats minimum = from_halves(load<halves>(factors + 32));
-      found.second = -(minimum * __builtin_convertvector(load<bytes>(at + 16), floats));
-    }
-  } else if constexpr (!K::channel) {
-    found.scale = from_halves(load<halves>(at + 2 * lane));
-    if constexpr (K::minimum) found.second = from_halves(load<halves>(at + 32 + 2 * lane));
-  }
-  return found;
-}
-
-template <typename T>
-PHALANX_INLINE floats bias_of(const BlockProduct& product, std::size_t column, int count) {
-  float lanes[16];
-  store(lanes, load_some(static_cast<const T*>(product.bias) + column, count));
-  return load<floats>(lanes);
-}
-
-template <typename T>
-PHALANX_INLINE void put(const BlockProduct& product, std::size_t column, int count, std::size_t row, floats total) {
-  T* y = static_cast<T*>(product.y) + row * product.stride + column;
-  float lanes[16] = {};
-  store(lanes, total);
-  if (count == 16)
-    store16(y, load16(lanes));
-  else
-    store_some(y, load16(lanes), count);
-}
-
 // kRows rows times the outputs from `lane` on of kGroups groups; what is `after` bytes further is fetched meanwhile. What is added to a result, and in which order, is the
 // same for every kRows and kGroups: block by block, the block's integers exactly.
 template <BlockKind kKind, int kRows, int kGroups>
@@ -208,16 +69,11 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
     ints dots[kGroups][kRows], others[kGroups][kRows];
     PHALANX_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      ints begin = {}, begin_other = {};
-      if constexpr (K::offset_factor != 0) {
-        const std::int32_t first = offset[r * blocks * 2 + 2 * b], second = offset[r * blocks * 2 + 2 * b + 1];
-        begin += (K::halves ? first : first + second) * K::offset_factor;
-        if constexpr (K::halves) begin_other += second * K::offset_factor;
-      }
+      const Dots begin = less_zeros<kKind>(offset + (r * blocks + b) * 2);
       PHALANX_UNROLL
       for (int c = 0; c < kGroups; ++c) {
-        dots[c][r] = begin;
-        others[c][r] = begin_other;
+        dots[c][r] = begin.dot;
+        others[c][r] = begin.second;
       }
     }
     PHALANX_UNROLL
@@ -249,44 +105,14 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
       const Scales scales = scales_of<kKind>(own, shape, b, lane);
       PHALANX_UNROLL
       for (int r = 0; r < kRows; ++r) {
-        const floats factor = floats{} + scale[r * blocks + b];
-        floats& sum = total[c][r];
-        if constexpr (K::halves) {
-          sum = fused(to_float(dots[c][r]) * scales.scale, factor, sum);
-          sum = fused(to_float(others[c][r]) * scales.second, factor, sum);
-        } else {
-          const floats dot = to_float(kTwoSums ? dots[c][r] + others[c][r] : dots[c][r]);
-          sum = fused(K::channel ? dot : dot * scales.scale, factor, sum);
-          if constexpr (K::minimum) sum = fused(scales.second, floats{} + scaled_sum[r * blocks + b], sum);
-        }
+        const ints dot = kTwoSums && !K::halves ? dots[c][r] + others[c][r] : dots[c][r];
+        total[c][r] = add_block<kKind>(total[c][r], {dot, others[c][r]}, scales, scale[r * blocks + b],
+                                       scaled_sum[r * blocks + b]);
       }
     }
   }
   PHALANX_UNROLL
-  for (int c = 0; c < kGroups; ++c) {
-    const std::int64_t first = (group + c) * kLanes + lane;
-    if (first >= part.outputs) break;
-    const int count = part.outputs - first < kWidth ? static_cast<int>(part.outputs - first) : kWidth;
-    floats bias = {};
-    if (product.bias != nullptr) {
-      switch (product.bias_type) {
-        case Number::f32: bias = bias_of<float>(product, part.column + first, count); break;
-        case Number::bf16: bias = bias_of<bf16>(product, part.column + first, count); break;
-        case Number::f16: bias = bias_of<f16>(product, part.column + first, count); break;
-      }
-    }
-    PHALANX_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      floats sum = total[c][r];
-      if constexpr (K::channel) sum *= load<floats>(packed + c * shape.bytes + shape.tail + 4 * lane);
-      sum += bias;
-      switch (product.type) {
-        case Number::f32: put<float>(product, part.column + first, count, row + r, sum); break;
-        case Number::bf16: put<bf16>(product, part.column + first, count, row + r, sum); break;
-        case Number::f16: put<f16>(product, part.column + first, count, row + r, sum); break;
-      }
-    }
-  }
+  for (int c = 0; c < kGroups; ++c) finish<kKind, kRows>(product, part, shape, group + c, row, lane, total[c]);
 }
 
 template <BlockKind kKind, int kRows, int kGroups>
@@ -333,17 +159,8 @@ void multiply(const BlockProduct& product, const BlockPart& part, std::size_t gr
               std::size_t row_begin, std::size_t row_end) {
   switch (static_cast<BlockKind>(part.kind)) {
 #define PHALANX_CASE(kind) \
-  case BlockKind::kind: multiply_kind<BlockKind::kind>(product, part, group_begin, group_end, row_begin, row_end); break;
-    PHALANX_CASE(q4_0)
-    PHALANX_CASE(q4_1)
-    PHALANX_CASE(q5_0)
-    PHALANX_CASE(q5_1)
-    PHALANX_CASE(q8_0)
-    PHALANX_CASE(q4_k)
-    PHALANX_CASE(q5_k)
-    PHALANX_CASE(q6_k)
-    PHALANX_CASE(int8)
-    PHALANX_CASE(int4)
+  case BlockKind::kind: return multiply_kind<BlockKind::kind>(product, part, group_begin, group_end, row_begin, row_end);
+    PHALANX_EACH_KIND(PHALANX_CASE)
 #undef PHALANX_CASE
     default: break;
   }

@@ -111,7 +111,9 @@ def torch_build() -> Finding:
 
 def processor(hardware: Hardware) -> Finding:
     known = [
-        flag for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16") if flag in hardware.cpu_flags
+        flag
+        for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+        if flag in hardware.cpu_flags
     ]
     detail = f"{hardware.cpu_model} ({', '.join(known) or hardware.architecture})"
     if hardware.architecture == "x86_64" and "avx2" not in hardware.cpu_flags:

@@ -63,9 +63,12 @@ def choice() -> Choice:
     active, sets = library.active_instruction_set(), library.instruction_sets()
     if active == wanted:
         return Choice(True, f"native, {active}, because PHALANX_KERNELS asks for it (possible: {', '.join(sets)})")
+    without = [name for name in library.compiled_instruction_sets() if name not in sets and name != "amx"]
+    notes = [f"they lack what {' and '.join(without)} need"] if without else []
+    if refusal := library.amx_refusal():
+        notes.append(f"no AMX: {refusal}")
     reason = f"native, {active}, the best that processor and system allow"
-    without = [name for name in library.compiled_instruction_sets() if name not in sets]
-    return Choice(True, f"{reason} (they lack what {' and '.join(without)} need)" if without else reason)
+    return Choice(True, f"{reason} ({'; '.join(notes)})" if notes else reason)
 
 
 def _missing() -> Choice:

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -115,6 +116,24 @@ def test_a_missing_library_is_explained(monkeypatch, tmp_path):
     assert "make native" in doctor.kernels().remedy
     monkeypatch.setattr(library, "import_module", broken(ImportError("a symbol is missing")))
     assert "a symbol is missing" in library.choice().reason
+
+
+@pytest.mark.parametrize(
+    ("sets", "refusal", "why"),
+    [
+        (["generic", "avx2", "amx"], "", ""),
+        (["generic", "avx2"], "the processor has none", " (no AMX: the processor has none)"),
+        (["generic"], "the processor has none", " (they lack what avx2 need; no AMX: the processor has none)"),
+    ],
+)
+def test_doctor_says_what_is_missing_for_better_kernels(monkeypatch, sets, refusal, why):
+    found = SimpleNamespace(
+        instruction_sets=lambda: sets, active_instruction_set=lambda: sets[-1], amx_refusal=lambda: refusal,
+        compiled_instruction_sets=lambda: ["generic", "avx2", "amx"],
+    )  # fmt: skip
+    monkeypatch.setattr(library, "native", lambda: found)
+    monkeypatch.delenv("PHALANX_KERNELS", raising=False)
+    assert doctor.kernels().detail == f"native, {sets[-1]}, the best that processor and system allow{why}"
 
 
 def broken(error):
