@@ -70,6 +70,10 @@ def test_the_same_bits_as_without(kind: str, amx: ctypes.CDLL) -> None:
     assert not amx.has_tiles(), "released, so that the thread is switched faster"
 
 
+def test_a_machine_without_it_says_why() -> None:
+    assert bool(LIBRARY.amx_refusal()) == EMULATED
+
+
 @pytest.mark.skipif(not EMULATED, reason="the processor has AMX")
 def test_it_is_compared_before_it_is_taken(emulator: ctypes.CDLL) -> None:
     for wrong in (False, True):
