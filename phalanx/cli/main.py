@@ -72,6 +72,9 @@ def main(argv: list[str] | None = None) -> int:
 def _open_streams() -> None:
     """Have somewhere to write to: a closed stream is like the null device, and a character that the terminal's encoding
     does not have is shown as `?` or by its number instead of ending the answer."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # a socket must not get the number of a standard stream
+        os.set_inheritable(number, True)
+    os.close(number)
     for name, errors in (("stdout", "replace"), ("stderr", "backslashreplace")):
         stream = getattr(sys, name)
         if stream is None:

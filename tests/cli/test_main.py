@@ -55,6 +55,20 @@ def test_closed_output_is_no_error():
     assert (silent.returncode, silent.stderr) == (0, b"")
 
 
+def test_what_is_opened_gets_no_number_of_a_closed_stream(tmp_path):
+    """Processes that are started later write to these numbers, and inherit them."""
+    code = (
+        "import os, subprocess, sys; from phalanx.cli.main import main; main(['--version']);"
+        'look = \'import os, sys; open(sys.argv[1], "w").write(" ".join(map(os.path.realpath, sys.argv[2:])))\';'
+        "fds = [f'/proc/self/fd/{n}' for n in range(3)];"
+        "subprocess.run([sys.executable, '-c', look, sys.argv[1], *fds], check=True)"
+    )
+    script = 'exec "$@" <&- >&- 2>&-'
+    found = tmp_path / "found"
+    subprocess.run(["sh", "-c", script, "sh", sys.executable, "-c", code, str(found)], check=True, timeout=60)
+    assert found.read_text().split() == [os.devnull] * 3
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_has_help_without_torch(command):
     code = (
