@@ -5,7 +5,7 @@
             print(output.outputs[0].text)
 
 Answers come back whole and in the order of the prompts. The model is in this process, or in others where there are
-several ranks or replicas. Serves one caller at a time; for many callers at once use `AsyncEngine`.
+several ranks or replicas. Serves one caller at a time, others wait; for many callers at once use `AsyncEngine`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -78,7 +79,7 @@ class LLM:
     UnsupportedModel, NotEnoughMemory.
 
     `options` are those of `phalanx serve` by their flat names (`dtype="float32"`, `max_model_len=4096`, …); without
-    `model` it is the demo model. Not for use by two threads at once.
+    `model` it is the demo model. Threads that call at once take turns.
     """
 
     def __init__(self, model: str | None = None, **options: Any):
@@ -95,6 +96,10 @@ class LLM:
         else:
             self._engine, self.info = open_engine(*for_engine(self.config, checkpoint))
         self._closed = False
+        alone = self.info.executor == "inprocess" and isinstance(self._engine, Engine)
+        self._home = None if alone else os.getpid()
+        """The process whose child processes compute; a fork of it must leave them alone."""
+        self._turn = threading.Lock()
         self._grammars: GrammarCompiler | None = None
         self._inputs = InputProcessor(
             self.config,
@@ -157,17 +162,25 @@ class LLM:
         *,
         special_tokens: bool,
     ) -> list[RequestOutput]:
-        if self._closed:
-            raise EngineDead("This LLM is closed.")
-        every = self._params(sampling_params, len(prompts))
-        jobs = [self._job(prompt, params, special_tokens) for prompt, params in zip(prompts, every, strict=True)]
-        with _progress(len(jobs), bar) as advance, _held_interrupt() as check:
-            self._run(jobs, advance, check)
+        with self._turn:
+            if self._closed:
+                raise EngineDead("This LLM is closed.")
+            if self._home not in (None, os.getpid()):
+                raise EngineDead(
+                    "This LLM belongs to the process that made it, not to a fork of it.",
+                    fix="Make one in each process.",
+                )
+            every = self._params(sampling_params, len(prompts))
+            jobs = [self._job(prompt, params, special_tokens) for prompt, params in zip(prompts, every, strict=True)]
+            with _progress(len(jobs), bar) as advance, _held_interrupt() as check:
+                self._run(jobs, advance, check)
         return [_whole(job) for job in jobs]
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given if given is not None else self.get_default_sampling_params()] * count
+        if not isinstance(given, Sequence):
+            raise InvalidRequest(f"Sampling parameters must be SamplingParams, got {type(given).__name__}.")
         if len(given) != count:
             raise InvalidRequest(f"There are {count} prompts but {len(given)} sampling parameters.")
         return given
@@ -242,6 +255,8 @@ class LLM:
         """Free the model. Idempotent; leaves no thread or process."""
         if not getattr(self, "_closed", True):
             self._closed = True
+            if self._home not in (None, os.getpid()):
+                return
             self._engine.close()
             self._template.close()
             if self._grammars is not None:

@@ -142,6 +142,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, INT32)
+        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
+            raise InvalidRequest(
+                f"`structured_outputs` must be StructuredOutputs, got {type(self.structured_outputs).__name__}.",
+                fix="Such as StructuredOutputs(regex='[0-9]+').",
+                param="structured_outputs",
+            )
 
     def _strings(self, name: str) -> None:
         value = getattr(self, name)

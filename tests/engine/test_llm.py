@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -103,6 +104,8 @@ def test_params_per_prompt(llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 9]
     with pytest.raises(InvalidRequest, match="3 prompts but 2"):
         llm.generate(PROMPTS[:3], [params()] * 2)
+    with pytest.raises(InvalidRequest, match="must be SamplingParams, got type"):
+        llm.generate(PROMPTS[:3], SamplingParams)
 
 
 @pytest.mark.parametrize("drawn", [{}, {"temperature": 1.0, "seed": 11}, {"temperature": 1.3, "seed": 5, "top_p": 0.9}])
@@ -322,6 +325,45 @@ def test_works_on_another_thread(llm):
     thread.start()
     thread.join()
     assert answers(results[0]) == answers(llm.generate("hello", params()))
+
+
+def test_threads_take_turns(llm):
+    expected = answers(llm.generate(PROMPTS, params()))
+    found: list[list[list[list[int]]]] = []
+
+    def ask() -> None:
+        for _ in range(3):
+            found.append(answers(llm.generate(PROMPTS, params())))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # so that they would be in each other's way
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(before)
+    assert found == [expected] * 12
+
+
+def test_a_fork_leaves_the_ranks_to_its_parent(model):
+    with LLM(model, dtype="float32", kv_cache_memory_bytes="8M", tensor_parallel_size=2) as llm:
+        expected = answers(llm.generate("hello", params()))
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with pytest.raises(EngineDead, match="fork"):
+                    llm.generate("hello", params())
+                llm.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert answers(llm.generate("hello", params())) == expected
+        assert llm._engine.status().epoch == 0
 
 
 def test_generation_config_gives_the_defaults(tmp_path):

@@ -160,3 +160,9 @@ def test_wrong_structured_outputs(fields):
     with pytest.raises(InvalidRequest) as caught:
         StructuredOutputs(**fields)
     assert caught.value.param.startswith("structured_outputs")
+
+
+@pytest.mark.parametrize("wanted", [{"regex": "a"}, "a", StructuredOutputs])
+def test_structured_outputs_of_another_type(wanted):
+    with pytest.raises(InvalidRequest, match="must be StructuredOutputs"):
+        SamplingParams(structured_outputs=wanted)
