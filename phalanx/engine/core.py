@@ -49,7 +49,7 @@ from phalanx.engine.core_messages import (
 from phalanx.engine.engine import Engine
 from phalanx.engine.parent import end_with_parent
 from phalanx.engine.resolution import sharer, splitter
-from phalanx.errors import EngineDead, PhalanxError
+from phalanx.errors import EngineDead, PhalanxError, UserError
 from phalanx.executor.base import CacheLayout, StartProgress, WorkerDied
 from phalanx.executor.choose import make_executor
 from phalanx.executor.kept_image import Line
@@ -146,7 +146,7 @@ class LazyGrammars:
         self._compiler: Any = None
 
     def __call__(self, wanted: StructuredOutputs) -> Any:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest, and PhalanxError when the model's files are gone."""
         from phalanx.checkpoint.locate import locate
         from phalanx.structured.grammar import GrammarCompiler
         from phalanx.text.tokenizer import load_tokenizer
@@ -154,8 +154,12 @@ class LazyGrammars:
         with self._lock:
             if self._compiler is None:
                 model = self._config.model
-                checkpoint = locate(model.model, revision=model.revision)
-                tokenizer = load_tokenizer(checkpoint, model.tokenizer, model.revision)
+                try:
+                    checkpoint = locate(model.model, revision=model.revision)
+                    tokenizer = load_tokenizer(checkpoint, model.tokenizer, model.revision)
+                except UserError as error:  # the operator's, not of whoever asks
+                    log.error("Grammars cannot be compiled: %s", error)
+                    raise PhalanxError("The model's tokenizer, which grammars need, cannot be read any more.") from None
                 self._compiler = GrammarCompiler(tokenizer, self._vocab_size, self._config.limits)
         fault_point.reach("compile")
         return self._compiler.compile(wanted)

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -457,3 +458,14 @@ async def test_a_tokenizer_of_its_own_reaches_the_engine_too(parted):
         wanted = params(structured_outputs=StructuredOutputs(regex="(hello|world){4}"))
         text = "".join([delta.outputs[0].text async for delta in engine.generate("x", wanted)])
     assert re.fullmatch("(hello|world){4}", text)
+
+
+async def test_a_tokenizer_that_is_gone_is_not_the_requests_fault(parted):
+    async with AsyncEngine(config(parted[0], tokenizer=parted[1])) as engine:
+        shutil.rmtree(parted[1])
+        with pytest.raises(PhalanxError) as caught:
+            await engine.submit("x", params(structured_outputs=StructuredOutputs(regex="a+")))
+        assert not isinstance(caught.value, UserError)
+        assert (caught.value.status, parted[1] in str(caught.value)) == (500, False)
+        stream = await engine.submit("x", params())
+        await stream.aclose()
