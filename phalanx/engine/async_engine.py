@@ -273,8 +273,8 @@ class AsyncEngine:
         if self._client is None:
             return EngineStatus(state="failed" if self._state == "closed" else self._state, heartbeat=time.time())
         status = self._client.status()
-        if self._state == "draining" and status.state == "ready":
-            return msgspec.structs.replace(status, state="draining")
+        if self._state in ("loading", "draining") and status.state == "ready":  # of several, the first one is
+            return msgspec.structs.replace(status, state=self._state)
         return status
 
     @property

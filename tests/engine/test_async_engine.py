@@ -80,6 +80,26 @@ async def test_before_start_and_after_close():
         await engine.submit("x", params())
 
 
+async def test_it_is_not_ready_before_it_takes_requests():
+    """Its first replica may be, long before the others."""
+
+    class Several(EchoEngine):
+        async def start(self):
+            await super().start()
+            began.set()
+            return await others
+
+    began, others = asyncio.Event(), asyncio.get_running_loop().create_future()
+    engine = AsyncEngine(client=Several(), tokenizer=TOKENIZER)
+    starting = asyncio.create_task(engine.start())
+    await began.wait()
+    assert engine.status().state == engine.phase == "loading"
+    others.set_result(await EchoEngine().start())
+    await starting
+    assert engine.status().state == engine.phase == "ready"
+    await engine.close()
+
+
 async def test_a_client_needs_a_tokenizer():
     with pytest.raises(ConfigError, match="tokenizer"):
         await AsyncEngine(client=EchoEngine()).start()
