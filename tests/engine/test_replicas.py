@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -111,10 +112,11 @@ def held(monkeypatch) -> Iterator[list[psutil.Process]]:
     they are let go when the test says so, or ends."""
     spawn, stopped = Replica.spawn, []
 
-    def stopping(self, **options) -> None:
-        spawn(self, **options)
+    def stopping(self) -> socket.socket:
+        sock = spawn(self)
         stopped.append(psutil.Process(self.pid))
         stopped[-1].suspend()
+        return sock
 
     monkeypatch.setattr(Replica, "spawn", stopping)
     yield stopped
@@ -155,8 +157,8 @@ async def test_health_and_status_over_http(engine, held, monkeypatch):
 async def test_one_that_dies_at_start_fails_the_start(model, monkeypatch):
     before, spawn, born = descendants(), Replica.spawn, []
 
-    def doomed(self, **options) -> None:
-        spawn(self, **options)
+    def doomed(self) -> None:
+        spawn(self)
         born.append(self)
         if len(born) == 2:
             os.kill(self.pid, signal.SIGKILL)
