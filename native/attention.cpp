@@ -33,10 +33,11 @@ char* thread_memory(std::size_t bytes) {
 
 }  // namespace
 
-void AttentionPlan::make(const AttentionLayer& layer, int threads, AttentionTasks& made) const {
+void AttentionPlan::make(const AttentionLayer& layer, int threads, Rows rows, AttentionTasks& made) const {
   made.window = layer.call.window;
   made.group_start = layer.group_start;
   made.threads = threads;
+  made.rows = rows;
   int largest = 0, smallest = layer.call.heads;
   for (int kv = 0; kv < layer.call.kv_heads; ++kv) {
     const int group = layer.group_start[kv + 1] - layer.group_start[kv];
@@ -52,11 +53,13 @@ void AttentionPlan::make(const AttentionLayer& layer, int threads, AttentionTask
     return static_cast<double>(keys) * (task.count * group + kReadCost);
   };
   for (std::size_t row = 0; row < contexts_.size(); ++row) {
-    const int first = starts_[row], count = starts_[row + 1] - first, past = contexts_[row] - count;
-    if (count == 0) continue;
+    const int first = std::max(starts_[row], static_cast<int>(rows.first));
+    const int last = std::min(starts_[row + 1], static_cast<int>(rows.first + rows.count));
+    if (first >= last) continue;
+    const int count = last - first, context = contexts_[row] - (starts_[row + 1] - last), past = context - count;
     // Few tokens of one span are stored by the task that reads them; more of them by tasks of their own before.
     const bool own_write = smallest > 0 && count <= std::max(1, kRowsPerTask / largest) &&
-                           past / kAttentionSpan == (contexts_[row] - 1) / kAttentionSpan;
+                           past / kAttentionSpan == (context - 1) / kAttentionSpan;
     if (!own_write)
       for (int at = 0, n; at < count; at += n) {  // from one multiple to the next: two tokens share their values' numbers
         n = std::min(kTokensPerWrite - (past + at) % kTokensPerWrite, count - at);
@@ -151,9 +154,9 @@ void run(const AttentionCall& call, AttentionTasks& tasks, bool writes) {
 
 }  // namespace
 
-void attend_merged(const AttentionLayer& layer, AttentionPlan& plan, Address qkv, int type, Address query_norm,
-                   Address key_norm, int norm_type, double eps, Address cos, Address sin, int table_type, int rope_dim,
-                   Address factor, Address out) {
+void attend_merged(const AttentionLayer& layer, AttentionPlan& plan, Rows rows, Address qkv, int type,
+                   Address query_norm, Address key_norm, int norm_type, double eps, Address cos, Address sin,
+                   int table_type, int rope_dim, Address factor, Address out) {
   AttentionCall call = plan.on(layer);
   const std::size_t item = type == 1 ? 2 : 4, keys = static_cast<std::size_t>(call.heads) * call.dim,
                     values = keys + static_cast<std::size_t>(call.kv_heads) * call.dim;
@@ -173,7 +176,7 @@ void attend_merged(const AttentionLayer& layer, AttentionPlan& plan, Address qkv
   call.sin = at_address<void>(sin);
   call.factor = at_address<void>(factor);
   call.out = at_address<void>(out);
-  run(call, plan.tasks(layer), true);
+  run(call, plan.tasks(layer, rows), true);
 }
 
 namespace {
@@ -185,7 +188,7 @@ void attend_cached(const AttentionLayer& layer, AttentionPlan& plan, Address que
   call.query_pitch = static_cast<std::size_t>(call.heads) * call.dim;
   call.out = at_address<void>(out);
   call.lse = at_address<float>(lse);
-  run(call, plan.tasks(layer), false);
+  run(call, plan.tasks(layer, plan.all()), false);
 }
 
 // Token i of `tokens` goes to slots[i]; its heads follow each other, and tokens are `pitch` numbers apart.
@@ -214,7 +217,12 @@ void bind_attention(nb::module_& m) {
   nb::class_<AttentionPlan>(m, "AttentionPlan")
       .def(nb::init<std::vector<int>, std::vector<int>, Address, int, Address, int>())
       .def_prop_ro("tokens", &AttentionPlan::tokens);
-  m.def("attend_merged", &attend_merged, nb::call_guard<nb::gil_scoped_release>());
+  m.def("attend_merged", [](const AttentionLayer& layer, AttentionPlan& plan, Address qkv, int type, Address query_norm,
+                            Address key_norm, int norm_type, double eps, Address cos, Address sin, int table_type,
+                            int rope_dim, Address factor, Address out) {
+    attend_merged(layer, plan, plan.all(), qkv, type, query_norm, key_norm, norm_type, eps, cos, sin, table_type, rope_dim,
+                  factor, out);
+  }, nb::call_guard<nb::gil_scoped_release>());
   m.def("attend_cached", &attend_cached, nb::call_guard<nb::gil_scoped_release>());
   m.def("write_cache", &write_cache, nb::call_guard<nb::gil_scoped_release>());
 }

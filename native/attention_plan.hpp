@@ -16,6 +16,11 @@
 
 namespace phalanx {
 
+// Some of a step's rows.
+struct Rows {
+  std::size_t first, count;
+};
+
 struct AttentionLayer {
   AttentionCall call{};
   std::int64_t blocks;
@@ -48,11 +53,12 @@ struct AttentionLayer {
   AttentionLayer(const AttentionLayer&) = delete;
 };
 
-// The tasks of a step for layers of one kind; of several threads, the costliest first.
+// The tasks of some rows of a step for layers of one kind; of several threads, the costliest first.
 struct AttentionTasks {
   int window;
   std::vector<int> group_start;
   int threads;
+  Rows rows;
 
   struct Split {
     AttentionTask whole;
@@ -99,15 +105,18 @@ class AttentionPlan {
     return call;
   }
 
-  AttentionTasks& tasks(const AttentionLayer& layer) {
+  // For some of the step's tokens; the keys and values of those before them are in the cache by the time they run.
+  AttentionTasks& tasks(const AttentionLayer& layer, Rows rows) {
     const int threads = team_size();
     for (AttentionTasks& tasks : tasks_)
-      if (tasks.window == layer.call.window && tasks.threads == threads && tasks.group_start == layer.group_start)
+      if (tasks.window == layer.call.window && tasks.threads == threads && tasks.rows.first == rows.first &&
+          tasks.rows.count == rows.count && tasks.group_start == layer.group_start)
         return tasks;
     AttentionTasks& made = tasks_.emplace_back();
-    make(layer, threads, made);
+    make(layer, threads, rows, made);
     return made;
   }
+  Rows all() const { return {0, static_cast<std::size_t>(tokens())}; }
 
  private:
   void note(std::int64_t block) {
@@ -115,7 +124,7 @@ class AttentionPlan {
     highest_ = std::max(highest_, block);
   }
 
-  void make(const AttentionLayer& layer, int threads, AttentionTasks& made) const;
+  void make(const AttentionLayer& layer, int threads, Rows rows, AttentionTasks& made) const;
 
   std::vector<int> starts_, contexts_;
   const std::int32_t* tables_;
@@ -126,9 +135,9 @@ class AttentionPlan {
 };
 
 // Norm and rotation of query and key, the write of the cache, attention: [T, (heads + 2 kv heads) dim] to [T, heads dim],
-// both of `type`. `norm_type` and `table_type`: -1 for none.
-void attend_merged(const AttentionLayer& layer, AttentionPlan& plan, Address qkv, int type, Address query_norm,
-                   Address key_norm, int norm_type, double eps, Address cos, Address sin, int table_type, int rope_dim,
-                   Address factor, Address out);
+// both of `type`, of which only these rows are read and written. `norm_type` and `table_type`: -1 for none.
+void attend_merged(const AttentionLayer& layer, AttentionPlan& plan, Rows rows, Address qkv, int type,
+                   Address query_norm, Address key_norm, int norm_type, double eps, Address cos, Address sin,
+                   int table_type, int rope_dim, Address factor, Address out);
 
 }  // namespace phalanx

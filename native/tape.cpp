@@ -158,10 +158,7 @@ void Tape::add_delta(const TapeStep& step, Rows rows) const {
   phalanx::add_up(both, 2, both[0], rows.count, hidden_, type_);
 }
 
-Tape::Part Tape::part(std::size_t entry) const {
-  const Kind kind = entries_[entry].kind;
-  return kind == Kind::sum ? Part::sum : kind == Kind::attend ? Part::attention : Part::rows;
-}
+bool Tape::sums(std::size_t entry) const { return entries_[entry].kind == Kind::sum; }
 
 void Tape::play(const TapeStep& step, const Placing& placing, std::size_t first, std::size_t last, Rows rows) const {
   const Room room = this->room(step);
@@ -265,8 +262,8 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
       break;
     case Kind::attend: {
       const Turn& turn = placing.turn;
-      attend_merged(*placing.layer, *step.plan, from, type_, entry.first, entry.second, entry.types, entry.eps,
-                    turn.cos, turn.sin, turn.type, turn.dim, placing.factor, to);
+      attend_merged(*placing.layer, *step.plan, rows, room[entry.from], type_, entry.first, entry.second, entry.types,
+                    entry.eps, turn.cos, turn.sin, turn.type, turn.dim, placing.factor, room[entry.to]);
       break;
     }
     case Kind::activate:
@@ -326,8 +323,8 @@ Reel::Place Reel::play(const TapeStep& step, Place from, int most) const {
   return {0, 0, Stop::end};
 }
 
-// Two pieces or more. What computes rows goes on across blocks until there is a sum or attention, piece by piece; the sum
-// of a piece ends when the next piece is computed, before that one's begins: rounds follow each other as ever.
+// Two pieces or more. What computes rows goes on across blocks until there is a sum, piece by piece; the sum of a piece
+// ends when the next piece is computed, before that one's begins: rounds follow each other as ever.
 void Reel::plan(std::size_t pieces) const {
   using Kind = Deed::Kind;
   deeds_.clear();
@@ -354,16 +351,14 @@ void Reel::plan(std::size_t pieces) const {
   for (int b = 0; b < static_cast<int>(blocks_.size()); ++b) {
     const Tape& tape = *blocks_[b].tape;
     if (b > 0 && blocks_[b - 1].leaves_delta && !tape.adds_delta()) run.push_back({Kind::add, b, 0, 0, 0});
-    for (std::size_t i = 0, first = 0; i < tape.entries(); ++i) {
-      const Tape::Part part = tape.part(i);
-      const bool last = i + 1 == tape.entries();
-      if (part == Tape::Part::rows && !last) continue;
-      const std::size_t rows_end = part == Tape::Part::rows ? i + 1 : i;
-      if (first < rows_end) run.push_back({Kind::rows, b, first, rows_end, 0});
-      if (part != Tape::Part::rows) compute(b, part == Tape::Part::sum);
-      if (part == Tape::Part::attention) deeds_.push_back({Kind::attention, b, i, i + 1, 0});
+    std::size_t first = 0;
+    for (std::size_t i = 0; i < tape.entries(); ++i) {
+      if (!tape.sums(i)) continue;
+      if (first < i) run.push_back({Kind::rows, b, first, i, 0});
+      compute(b, true);
       first = i + 1;
     }
+    if (first < tape.entries()) run.push_back({Kind::rows, b, first, tape.entries(), 0});
   }
   if (run.empty())
     end(static_cast<int>(blocks_.size()) - 1);
@@ -384,9 +379,6 @@ Reel::Place Reel::play_in_pieces(const TapeStep& step, std::size_t piece, Place 
     switch (deed.kind) {
       case Deed::Kind::add: tape.add_delta(step, rows); break;
       case Deed::Kind::rows: tape.play(step, placing(step, deed.block), deed.first, deed.last, rows); break;
-      case Deed::Kind::attention:
-        tape.play(step, placing(step, deed.block), deed.first, deed.last, {0, step.rows});
-        break;
       case Deed::Kind::begin: tape.begin_sum(step, rows); break;
       case Deed::Kind::end: {
         const bool arrived = at == begin && from.stop == Stop::wait;

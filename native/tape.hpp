@@ -5,8 +5,8 @@
 // behind each other, [rows, width] each, the one that is left to add to the stream first. So the tapes of all blocks share
 // a workspace, and a block's delta is where the next one takes it from. Logits are float32, all others of one type.
 //
-// Sums over ranks that are too large for one round are made in pieces of rows. Everything but attention computes each row
-// by itself, so the ranks wait for a piece only when they have computed the next one, be it of what comes after the sum.
+// Sums over ranks that are too large for one round are made in pieces of rows. No row needs one behind it, so the ranks
+// wait for a piece only when they have computed the next one, be it of what comes after the sum.
 #pragma once
 
 #include <cstddef>
@@ -36,11 +36,6 @@ struct TapeStep {
   std::vector<Address> factors;  // of queries
   Exchange* exchange = nullptr;  // null: the caller adds up
   Address ids = 0, logits = 0;   // int64 [rows], for tapes that look up; for one that ends in logits
-};
-
-// Some of a step's rows.
-struct Rows {
-  std::size_t first, count;
 };
 
 // What differs from block to block in a step.
@@ -83,10 +78,9 @@ class Tape {
   bool adds_delta() const;
   bool attends() const;
 
-  // The same in pieces: entries [first, last), none of which is a sum, for some rows (for attention: all of them); a sum.
-  enum class Part { rows, attention, sum };
+  // The same in pieces: entries [first, last), none of which is a sum, for some rows, after those before them; a sum.
   std::size_t entries() const { return entries_.size(); }
-  Part part(std::size_t entry) const;
+  bool sums(std::size_t entry) const;
   void play(const TapeStep& step, const Placing& placing, std::size_t first, std::size_t last, Rows rows) const;
   void begin_sum(const TapeStep& step, Rows rows) const;
   void end_sum(const TapeStep& step, Rows rows) const;
@@ -142,7 +136,7 @@ class Reel {
  private:
   // One thing after the other, when sums are made in pieces.
   struct Deed {
-    enum class Kind { add, rows, attention, begin, end } kind;  // `add`s the delta that the block before has left
+    enum class Kind { add, rows, begin, end } kind;  // `add`s the delta that the block before has left
     int block;
     std::size_t first, last;  // entries
     std::size_t piece;
