@@ -1,31 +1,18 @@
 #include "exchange.hpp"
 
 #include <sched.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <utility>
+
+#include "spin.hpp"
 
 namespace phalanx {
 namespace {
 
 constexpr std::int64_t kSpinNs = 30000;    // ranks that have equal shares are about as far as each other
 constexpr std::int64_t kYieldNs = 300000;  // then others may need the core; after that, whoever calls waits
-
-std::int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 }  // namespace
 

@@ -2,7 +2,6 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <time.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -11,22 +10,10 @@
 #include <mutex>
 #include <thread>
 
+#include "spin.hpp"
+
 namespace phalanx {
 namespace {
-
-inline void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-std::int64_t now_ns() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec * 1000000000LL + t.tv_nsec;
-}
 
 // Spins until `ready()` or for `spin_ns`; whether it became ready.
 template <typename Ready>
@@ -151,18 +138,25 @@ class Team {
   std::condition_variable begin_, end_;
 };
 
-int g_size = 1;
+std::atomic<int> g_size{1};
+std::mutex g_lock;  // held by the call that has the team; guards what follows
 std::vector<int> g_cores;
 std::int64_t g_spin_ns = 50000;
 std::unique_ptr<Team> g_team;
 
-void forget_team() { g_team.release(); }  // in a fork's child the threads do not exist
+void before_fork() { g_lock.lock(); }
+void after_fork() { g_lock.unlock(); }
+void after_fork_in_child() {
+  g_team.release();  // its threads do not exist there
+  g_lock.unlock();
+}
 
 }  // namespace
 
 void set_team(int size, const std::vector<int>& cores) {
-  static const bool watched = pthread_atfork(nullptr, nullptr, forget_team) == 0;
+  static const bool watched = pthread_atfork(before_fork, after_fork, after_fork_in_child) == 0;
   (void)watched;
+  std::lock_guard<std::mutex> lock(g_lock);
   g_team.reset();
   g_size = size < 1 ? 1 : size;
   g_cores = cores;
@@ -171,11 +165,17 @@ void set_team(int size, const std::vector<int>& cores) {
 int team_size() { return g_size; }
 
 void set_team_spin(int microseconds) {
+  std::lock_guard<std::mutex> lock(g_lock);
   g_team.reset();
   g_spin_ns = microseconds * 1000LL;
 }
 
 void team_run(std::size_t count, Task task, void* context) {
+  std::unique_lock<std::mutex> lock(g_lock, std::try_to_lock);
+  if (!lock) {
+    while (count > 0) task(context, --count);
+    return;
+  }
   if (!g_team) g_team = std::make_unique<Team>(g_size, g_cores, g_spin_ns);
   g_team->run(count, task, context);
 }

@@ -16,7 +16,8 @@ void set_team_spin(int microseconds);
 
 using Task = void (*)(void* context, std::size_t index);
 // fn(context, i) for i in 0 … count - 1, shared among the threads as they come free; returns when all are done.
-// What a task computes must not depend on which thread runs it. One call at a time; a task must not throw.
+// What a task computes must not depend on which thread runs it; a task must not throw. The threads serve one call at a
+// time: whoever calls meanwhile runs its tasks itself.
 void team_run(std::size_t count, Task task, void* context);
 
 template <typename F>

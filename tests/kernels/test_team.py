@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -53,3 +54,49 @@ def test_more_threads_than_cores_do_each_task_once() -> None:
         x = torch.randn(rows, 3000)
         assert torch.equal(activate("relu", x), torch.relu(x))
     use_threads(1)
+
+
+@pytest.fixture
+def team_of_two() -> Iterator[None]:
+    use_threads(2)
+    yield
+    use_threads(1)
+
+
+def test_callers_on_several_threads_each_get_their_results(team_of_two: None) -> None:
+    """Two models in one process, each asked by a thread of its own."""
+    wrong: list[int] = []
+
+    def ask() -> None:
+        x = torch.randn(8, 3000)
+        want = torch.relu(x)
+        wrong.append(sum(not torch.equal(activate("relu", x), want) for _ in range(2000)))
+
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert wrong == [0, 0, 0]
+
+
+def test_a_fork_while_another_thread_computes_has_a_team_of_its_own(team_of_two: None) -> None:
+    x, over = torch.randn(64, 3000), threading.Event()
+    want = activate("relu", x).numpy().tobytes()
+
+    def compute() -> None:
+        while not over.is_set():
+            activate("relu", x)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                use_threads(2)
+                os._exit(activate("relu", x).numpy().tobytes() != want)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        over.set()
+        thread.join()
