@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx.worker.limits import group_folders
+from phalanx.worker.limits import UNLIMITED, group_folders, number, statistic
 from phalanx.worker.memory import readable
 
 _COUNTERS = ("memory.events.local", "memory.events", "memory.oom_control")
 """The first that counts stands: `memory.events` also counts the groups below."""
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-_UNLIMITED = 2**60
 _LATELY_S = 10.0
 """The most that lies between what the kernel decides and the end of the process."""
 
@@ -78,8 +77,8 @@ class MemoryKills:
         if count is not None:
             if count <= next((s.groups[folders[0]] for s in samples if folders[0] in s.groups), count):
                 return None
-            limits = [n for folder in folders for n in _numbers(folder) if n < _UNLIMITED]
-            if limits:
+            limited = (number(folder / name) for folder in folders for name in _LIMITS)
+            if limits := [limit for limit in limited if limit is not None and limit < UNLIMITED]:
                 return (
                     f"out of memory: the kernel ended it, its control group may use {readable(min(limits))}; give it "
                     "more, or the KV cache less"
@@ -97,31 +96,11 @@ class MemoryKills:
 
 def _count(folder: Path) -> int | None:
     """How many processes of a group were lost; None where it does not count them."""
-    return next((count for name in _COUNTERS if (count := _field(folder / name, "oom_kill")) is not None), None)
+    return next((count for name in _COUNTERS if (count := statistic(folder / name, "oom_kill")) is not None), None)
 
 
 def _machine(root: Path) -> int:
-    return _field(root / "proc/vmstat", "oom_kill") or 0
-
-
-def _numbers(folder: Path) -> list[int]:
-    texts = [_text(folder / name).strip() for name in _LIMITS]
-    return [int(text) for text in texts if text.isdigit()]
-
-
-def _field(path: Path, name: str) -> int | None:
-    for line in _text(path).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.strip().isdigit():
-            return int(value)
-    return None
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    return statistic(root / "proc/vmstat", "oom_kill") or 0
 
 
 _KINDS = {

@@ -37,7 +37,7 @@ from phalanx.executor.supervisor import (
     send,
 )
 from phalanx.worker.capacity import Capacity, measure, of_place
-from phalanx.worker.limits import usable_cores
+from phalanx.worker.limits import number, usable_cores
 
 log = logging.getLogger(__name__)
 
@@ -292,19 +292,12 @@ def place_ranks(ranks: int, topology: Path = Path("/sys/devices/system/cpu")) ->
 
     def place(core: int) -> tuple[int, int, int]:
         folder = topology / f"cpu{core}/topology"
-        return _number(folder / "physical_package_id"), _number(folder / "core_id"), core
+        return number(folder / "physical_package_id") or 0, number(folder / "core_id") or 0, core
 
     cores = sorted(os.sched_getaffinity(0), key=place)
     if allowed < len(cores):
         return [((), max(1, allowed // ranks))] * ranks
     return core_plan(cores, ranks)
-
-
-def _number(path: Path) -> int:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
 
 
 def core_plan(cores: Sequence[int], ranks: int) -> list[tuple[tuple[int, ...], int]]:

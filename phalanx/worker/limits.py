@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-_UNLIMITED = 2**60
+UNLIMITED = 2**60
 """cgroup v1 writes a huge number for "no limit"."""
 
 
@@ -69,9 +69,9 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
             ("memory.max", "memory.current", "inactive_file"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit, used = _number(folder / limit_name), _number(folder / used_name)
-            if limit is not None and used is not None and limit < _UNLIMITED:
-                yield int(limit), max(int(used) - _statistic(folder / "memory.stat", cache_name), 0)
+            limit, used = number(folder / limit_name), number(folder / used_name)
+            if limit is not None and used is not None and limit < UNLIMITED:
+                yield limit, max(used - (statistic(folder / "memory.stat", cache_name) or 0), 0)
 
 
 def _cpu_quotas(root: Path) -> Iterator[float]:
@@ -80,7 +80,7 @@ def _cpu_quotas(root: Path) -> Iterator[float]:
         fields = _text(folder / "cpu.max").split()
         if len(fields) == 2 and fields[0].isdigit() and fields[1].isdigit() and int(fields[1]) > 0:
             yield int(fields[0]) / int(fields[1])
-        quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        quota, period = number(folder / "cpu.cfs_quota_us"), number(folder / "cpu.cfs_period_us")
         if quota is not None and period is not None and quota > 0 and period > 0:
             yield quota / period
 
@@ -111,14 +111,16 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _number(path: Path) -> int | None:
+def number(path: Path) -> int | None:
+    """The one that a file holds; None where there is none."""
     text = _text(path).strip()
     return int(text) if text.lstrip("-").isdigit() else None
 
 
-def _statistic(path: Path, name: str) -> int:
+def statistic(path: Path, name: str) -> int | None:
+    """The number behind `name`, in a file with a line for each."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.strip().isdigit():
             return int(value)
-    return 0
+    return None
