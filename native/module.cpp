@@ -35,7 +35,6 @@ NB_MODULE(_native, m) {
   m.def("amx_agrees", &amx_agrees);
   m.def("set_team", &set_team);
   m.def("set_team_spin", &set_team_spin);
-  m.def("team_size", &team_size);
   bind_attention(m);
   bind_block_matmul(m);
   bind_decoding(m);

@@ -1,6 +1,7 @@
 """The threads that share a kernel's work."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -94,6 +95,7 @@ def test_a_fork_while_another_thread_computes_has_a_team_of_its_own(team_of_two:
         for _ in range(20):
             child = os.fork()
             if child == 0:
+                signal.alarm(20)
                 use_threads(2)
                 os._exit(activate("relu", x).numpy().tobytes() != want)
             assert os.waitpid(child, 0)[1] == 0
