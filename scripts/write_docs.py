@@ -96,7 +96,7 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _default(declared: Any, value: Any) -> str:
+def _default(value: Any) -> str:
     if value is None or value == ():
         return ""
     if isinstance(value, bool):
@@ -114,7 +114,7 @@ def configuration() -> str:
             about = declared.metadata
             flags = ", ".join(f"`{flag}`" for flag in [*about["flags"], "--" + name.replace("_", "-")])
             choices = f" One of {', '.join(f'`{choice}`' for choice in about['choices'])}." if about["choices"] else ""
-            parts.append(f"| {flags} | {_default(declared, declared.default)} | {_cell(about['help'] + choices)} |\n")
+            parts.append(f"| {flags} | {_default(declared.default)} | {_cell(about['help'] + choices)} |\n")
         parts.append("\n")
     ignored = "\n".join(f"- `{flag}`: {reason}" for flag, (_, reason) in IGNORED.items())
     refused = "\n".join(f"- `{flag}`: {reason}" for flag, reason in REFUSED.items())

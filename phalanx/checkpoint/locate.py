@@ -93,16 +93,14 @@ def locate_text(
     return locate(model, revision=revision, progress=progress)
 
 
-def locate_config(
-    model: str | None, *, revision: str | None = None, progress: DownloadProgress | None = None
-) -> tuple[str, dict[str, Any], Checkpoint | None]:
+def locate_config(model: str | None, *, revision: str | None = None) -> tuple[str, dict[str, Any], Checkpoint | None]:
     """What `model` is called, its configuration as in `Checkpoint.config`, and the checkpoint where its weights are
     looked at for that. A folder needs no weights, and of a model on the hub none are fetched. Raises CheckpointError as
     `locate` does.
     """
     path = None if model is None else _local(model, revision)
     if model is not None and path is None:
-        path = hub.fetch_snapshot(model, revision, progress, weights=False)
+        path = hub.fetch_snapshot(model, revision, weights=False)
     if path is not None and path.is_dir():
         names = _check_links(path)
         config = _read_json(path, "config.json")
@@ -110,18 +108,18 @@ def locate_config(
             # How much of a model is quantised, only its tensors tell.
             looked_at = read_layout(config) is not None and bool(_weight_files(path, names))
             return _folder_name(path), config, _from_folder(path, _folder_name(path)) if looked_at else None
-    checkpoint = locate(model, revision=revision, progress=progress)
+    checkpoint = locate(model, revision=revision)
     return checkpoint.name, checkpoint.config, checkpoint
 
 
-def locate_tokenizer(tokenizer: str, *, revision: str | None = None, progress: DownloadProgress | None = None) -> Path:
+def locate_tokenizer(tokenizer: str, *, revision: str | None = None) -> Path:
     """The folder of a tokenizer's files: `tokenizer` itself, or what is fetched from the hub for it (no weights).
 
     Raises CheckpointError as `locate` does.
     """
     path = _local(tokenizer, revision)
     if path is None:
-        path = hub.fetch_snapshot(tokenizer, revision, progress, weights=False)
+        path = hub.fetch_snapshot(tokenizer, revision, weights=False)
     elif not path.is_dir():
         raise CheckpointError(f"{path} is not a folder.", fix="Name the folder that holds the tokenizer's files.")
     _check_links(path)

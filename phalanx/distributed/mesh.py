@@ -106,8 +106,3 @@ class Mesh:
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """All groups of one kind, by their lowest rank."""
         return tuple(sorted({self.group(axis, rank) for rank in range(self.world_size)}))
-
-    def experts(self, rank: int) -> tuple[int, ...]:
-        """Whom the experts of a layer may be dealt out to: all ranks of `rank`'s stage, over the other axes."""
-        stage = self.place(rank).pp
-        return tuple(other for other in range(self.world_size) if self.place(other).pp == stage)

@@ -20,9 +20,9 @@ _log = logging.getLogger(__name__)
 class Compilations:
     """Threads start with the first request that needs one."""
 
-    def __init__(self, compile_grammar: Callable[[StructuredOutputs], Grammar] | None, *, threads: int = 2) -> None:
+    def __init__(self, compile_grammar: Callable[[StructuredOutputs], Grammar] | None) -> None:
         self._compile_grammar = compile_grammar
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammar")
         self._pending: dict[str, tuple[Request, Future[Grammar]]] = {}
 
     def __len__(self) -> int:

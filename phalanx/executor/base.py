@@ -95,8 +95,8 @@ class NoCapacity(WorkerDied):
     """The model does not fit what is left, and nothing has come back yet: `missing` says what it takes. Trying again
     later may help."""
 
-    def __init__(self, rank: int, cause: str, *, missing: str, node: str = "", kind: str = "failed"):
-        super().__init__(rank, cause, node=node, kind=kind)
+    def __init__(self, rank: int, cause: str, *, missing: str, node: str = ""):
+        super().__init__(rank, cause, node=node)
         self.missing = missing
 
 

@@ -37,6 +37,7 @@ from phalanx.executor.flight import Flight
 from phalanx.executor.launcher import Launcher, Layout
 from phalanx.executor.members import Member, Watch, cache_layout, check_versions, check_weights
 from phalanx.executor.messages import (
+    EXCHANGE_S,
     RESULT,
     AbortEpoch,
     Allocate,
@@ -79,17 +80,15 @@ class HubExecutor:
         layout: Layout,
         *,
         encrypt: bool = False,
-        exchange_timeout: float = 300.0,
         key: bytes = b"",
         choose: Choose | None = None,
         share: Share | None = None,
     ):
-        """`exchange_timeout` in seconds bounds every wait for another rank within a step. Ranks prove `key` to join;
-        without one, a new one is made. Without `choose`, the layout stays as it is, whatever is lost; with `share` too
-        it is shared out when ranks have their places."""
+        """Ranks prove `key` to join; without one, a new one is made. Without `choose`, the layout stays as it is,
+        whatever is lost; with `share` too it is shared out when ranks have their places."""
         self.max_in_flight = layout.mesh.pp
         self._launcher, self._layout = launcher, layout
-        self._encrypt, self._exchange_timeout = encrypt, exchange_timeout
+        self._encrypt = encrypt
         self._members: list[Member] = []
         self._changed = threading.Condition()
         """Guards members and the epoch's abort; notified of every change."""
@@ -369,7 +368,7 @@ class HubExecutor:
         loading = [address.node for address, m in zip(roster, members, strict=True) if not m.loaded]
         reporter = members[mesh.reporter]
         traffic = Traffic(members, reporter, self._abort)
-        self._flight = Flight(self, self._epoch, traffic, self._exchange_timeout)
+        self._flight = Flight(self, self._epoch, traffic, EXCHANGE_S)
         key = secrets.token_bytes(32)
         for member in members:
             node = nodes[member.rank]
@@ -387,7 +386,6 @@ class HubExecutor:
                 weights=self._weights,
                 crowded=nodes.count(node) > len(os.sched_getaffinity(0)),
                 encrypt=self._encrypt,
-                exchange_timeout=self._exchange_timeout,
                 ring_member=traffic.place(member),
                 reports=member is reporter,
             )

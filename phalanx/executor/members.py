@@ -230,10 +230,8 @@ class _Talk:
 class Watch:
     """Listens at `address`: an abstract Unix socket, and a TCP port of `host` when ranks are on other nodes."""
 
-    def __init__(
-        self, listener: Listener, key: bytes, *, host: str | None = None, port: int = 0, encrypt: bool = False
-    ):
-        """Raises OSError when `host` and `port` cannot be listened at."""
+    def __init__(self, listener: Listener, key: bytes, *, host: str | None = None, encrypt: bool = False):
+        """Raises OSError when `host` cannot be listened at."""
         self._listener, self._key, self._encrypt = listener, key, encrypt
         self._never = Abort()
         self._selector = selectors.DefaultSelector()
@@ -250,10 +248,11 @@ class Watch:
         unix.bind(f"\0{name}")
         unix.listen(256)
         self._doors = [unix]
+        port = 0
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             try:
-                self._doors.append(socket.create_server((host, port), family=family, backlog=256))
+                self._doors.append(socket.create_server((host, 0), family=family, backlog=256))
             except OSError:
                 self._release()
                 raise

@@ -24,6 +24,8 @@ from phalanx.errors import PhalanxError
 from phalanx.executor.base import CacheLayout, WorkerStatus
 
 MESSAGE, PLAN, RESULT = 1, 2, 3
+EXCHANGE_S = 300.0
+"""The most that a rank waits for another one within a step, or the executor to be rid of a plan."""
 LIMIT = 1 << 28
 """Bytes of the longest frame: a plan that admits very long prompts, or a result with their log-probabilities."""
 
@@ -85,7 +87,6 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     """What the ranks of this executor have read (`checkpoint.fingerprint`); empty when none has."""
     crowded: bool
     encrypt: bool
-    exchange_timeout: float | None
     ring_member: int
     """Place in the node's plan ring, whose descriptors follow; 0 when plans come over this stream."""
     reports: bool

@@ -32,8 +32,10 @@ from phalanx.executor.multiprocess import SupervisorProcess, place_ranks
 from phalanx.executor.node_messages import (
     BEAT_S,
     FRAME,
+    JOIN_LIMIT_S,
     LIMIT,
     PATIENCE_S,
+    REPORT_S,
     SILENCE_MS,
     Beat,
     EndRank,
@@ -55,8 +57,6 @@ from phalanx.executor.node_messages import (
 from phalanx.executor.probing import ProbeDoor, probe_all
 from phalanx.executor.survey import measured, survey, versions
 
-JOIN_LIMIT_S = 600.0
-REPORT_S = 10.0
 _CONNECT_S = 3.0
 _ANSWER_S = 10.0
 _SILENCE_S = 4 * BEAT_S
@@ -90,12 +90,8 @@ class NodeAgent:
     """`config` is as the user gave it; `prepare` returns what node 0 makes of the same command: the resolved
     configuration with a local model. It is called on a thread of its own and may raise PhalanxError."""
 
-    def __init__(
-        self, config: EngineConfig, prepare: Callable[[], EngineConfig], say: Say, *,
-        limit: float = JOIN_LIMIT_S, report: float = REPORT_S,
-    ):  # fmt: skip
+    def __init__(self, config: EngineConfig, prepare: Callable[[], EngineConfig], say: Say):
         self._config, self._prepare, self._say = config, prepare, say
-        self._limit, self._report = limit, report
         parallel = config.parallel
         self._node, self._nnodes = parallel.node_rank, parallel.nnodes
         self._master = (parallel.master_addr or "", parallel.port_of(parallel.replica_here))
@@ -226,15 +222,15 @@ class NodeAgent:
             except OSError as error:
                 reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or str(error)
             now = time.monotonic()
-            if now - begin > self._limit:
+            if now - begin > JOIN_LIMIT_S:
                 raise ConfigError(
-                    f"Waited {self._limit:g} s for node 0 at {self._at}, in vain: {reason}.",
+                    f"Waited {JOIN_LIMIT_S:g} s for node 0 at {self._at}, in vain: {reason}.",
                     fix="Check that node 0 runs, that --master-addr and --master-port are the same on all nodes, and "
                     "that no firewall is between them.",
                 )
-            if now - said >= self._report or said == begin:
+            if now - said >= REPORT_S or said == begin:
                 said = now
-                patience = f"{now - begin:.0f} s; gives up after {self._limit:g} s"
+                patience = f"{now - begin:.0f} s; gives up after {JOIN_LIMIT_S:g} s"
                 self._say(f"waiting for node 0 at {self._at}: {reason} ({patience}).")
             time.sleep(0.5)
 
@@ -310,7 +306,7 @@ class NodeAgent:
             self._tell(RankEnded(rank, life, cause))
 
     def _probe(self, probe: Probe) -> None:
-        self._tell(Probed(probe_all(self._node, probe.targets, self._session_key)))
+        self._tell(Probed(probe_all(probe.targets, self._session_key)))
 
     def _tell(self, message: FromNode) -> None:
         """When node 0 is gone, whoever listens to it notices."""

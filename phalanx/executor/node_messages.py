@@ -18,6 +18,11 @@ FRAME = 1
 LIMIT = 1 << 22
 """Bytes of the longest message."""
 
+JOIN_LIMIT_S = 600.0
+"""How long nodes wait for each other."""
+REPORT_S = 10.0
+"""How often they say so."""
+
 BEAT_S = 0.5
 PATIENCE_S = 10.0
 """A node that has said nothing for so long, though its kernel still answers, is hung."""

@@ -38,8 +38,10 @@ from phalanx.executor.messages import RankStart
 from phalanx.executor.multiprocess import SupervisorLauncher, SupervisorProcess
 from phalanx.executor.node_messages import (
     BEAT_S,
+    JOIN_LIMIT_S,
     LIMIT,
     PATIENCE_S,
+    REPORT_S,
     SILENCE_MS,
     Beat,
     EndRank,
@@ -67,8 +69,6 @@ from phalanx.worker.limits import usable_cores
 
 log = logging.getLogger(__name__)
 
-JOIN_LIMIT_S = 600.0
-REPORT_S = 10.0
 _KNOCK_S = 5.0
 _PROBE_S = 15.0
 _VERDICT_S = 3.5
@@ -382,7 +382,7 @@ class NodesLauncher:
                     target for target in targets.values() if target.node != node.hello.node
                     and (target.node or newcomer is None or node is newcomer)
                 ]))  # fmt: skip
-            failures = {0: probe_all(0, [t for t in targets.values() if t.node != 0], self._session_key)}
+            failures = {0: probe_all([t for t in targets.values() if t.node != 0], self._session_key)}
             self._await("reach the other nodes", lambda node: node.probed is not None, _PROBE_S, nodes)
             failures |= {node.hello.node: node.probed.failures for node in nodes if node.probed is not None}
         finally:

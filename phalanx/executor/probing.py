@@ -54,7 +54,7 @@ class ProbeDoor:
             self._listener.close()
 
 
-def probe_all(node: int, targets: Sequence[Target], session_key: bytes) -> list[Unreachable]:
+def probe_all(targets: Sequence[Target], session_key: bytes) -> list[Unreachable]:
     """Knock at all targets at the same time; those that did not answer, and why. Takes a few seconds at most."""
     failures: list[Unreachable] = []
     threads = [threading.Thread(target=_probe, args=(t, session_key, failures), daemon=True) for t in targets]

@@ -32,6 +32,7 @@ from phalanx.errors import ConfigError, PhalanxError
 from phalanx.executor.kept_image import Line
 from phalanx.executor.keys import derive
 from phalanx.executor.messages import (
+    EXCHANGE_S,
     LIMIT,
     MESSAGE,
     PLAN,
@@ -273,7 +274,7 @@ class Rank:
             held.callback(results.close)
         key = derive(self._start.key, "epoch", begin.key)  # what travels is of no use without ours
         transport = make_transport(begin.config.parallel.transport)
-        meeting = Meeting(begin.epoch, key, begin.encrypt, exchange_timeout=begin.exchange_timeout, transport=transport)
+        meeting = Meeting(begin.epoch, key, begin.encrypt, exchange_timeout=EXCHANGE_S, transport=transport)
         self._idle_for = "the others"
         groups = connect_groups(begin.mesh, self._door, begin.roster, meeting, epoch.abort, crowded=begin.crowded)
         self._idle_for = ""

@@ -114,8 +114,8 @@ class RowLinear(Linear):
 
 
 class ReplicatedLinear(Linear):
-    """Whole on every rank."""
+    """Whole on every rank, and without a bias."""
 
-    def __init__(self, name: str, outputs: int, inputs: int, bias: bool, context: LinearContext):
+    def __init__(self, name: str, outputs: int, inputs: int, context: LinearContext):
         size = context.group.size
-        super().__init__((Output(name, Partition.whole(outputs, size)),), Partition.whole(inputs, size), bias, context)
+        super().__init__((Output(name, Partition.whole(outputs, size)),), Partition.whole(inputs, size), False, context)

@@ -92,13 +92,13 @@ class Decoder(Layer):
             )  # fmt: skip
         self.project_in = None
         if self.is_first and projects:
-            self.project_in = ReplicatedLinear("project_in", spec.hidden_size, width, False, linear)
+            self.project_in = ReplicatedLinear("project_in", spec.hidden_size, width, linear)
         self.final_norm = self.project_out = self.head = None
         if self.is_last:
             if spec.final_norm is not None:
                 self.final_norm = make_norm("final_norm", spec.final_norm, spec.hidden_size, linear)
             if projects:
-                self.project_out = ReplicatedLinear("project_out", width, spec.hidden_size, False, linear)
+                self.project_out = ReplicatedLinear("project_out", width, spec.hidden_size, linear)
             self.head = self.embedding if spec.tie_embeddings else table("head", spec.head_bias, multiplied=True)
 
     def loadables(self) -> Iterator[Loadable]:

@@ -128,9 +128,9 @@ def ranks(request):
     ranks.close()
 
 
-def framed(key: bytes, kind: int, content: bytes, length: int | None = None, number: int = 0) -> bytes:
-    """A frame as a holder of `key` would make it, with any length it claims."""
-    header = HEADER.pack(len(content) if length is None else length, kind, number, len(content))
+def framed(key: bytes, kind: int, content: bytes) -> bytes:
+    """The first frame as a holder of `key` would make it."""
+    header = HEADER.pack(len(content), kind, 0, len(content))
     return header + content + _prove(key, b"", header + content)[:CODE]
 
 

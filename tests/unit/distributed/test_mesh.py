@@ -46,18 +46,6 @@ def test_groups(mesh: Mesh) -> None:
             assert all(len(set(a) & set(b)) <= 1 for a in mesh.groups(first) for b in mesh.groups(second))
 
 
-@given(meshes)
-@settings(max_examples=30)
-def test_experts_are_dealt_out_over_a_stage(mesh: Mesh) -> None:
-    for rank in range(mesh.world_size):
-        experts = mesh.experts(rank)
-        assert len(experts) == mesh.dp * mesh.cp * mesh.widths[mesh.place(rank).pp]
-        reached = {rank}
-        for axis in ("tp", "cp", "dp"):
-            reached |= {other for each in reached for other in mesh.group(axis, each)}
-        assert set(experts) == reached
-
-
 def test_rank_order() -> None:
     """Tensor ranks are neighbours, then context, then stages, then replicas."""
     mesh = Mesh(dp=2, pp=3, cp=2, tp=4)

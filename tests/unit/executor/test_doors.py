@@ -73,7 +73,7 @@ def test_a_door_without_threads_turns_callers_away_and_stays_open(monkeypatch):
 
 def test_a_probe_is_answered_once_there_are_descriptors(without_descriptors):
     door = ProbeDoor(1, "127.0.0.1", KEY)
-    assert probe_all(0, [Target(1, "127.0.0.1", door.port)], KEY) == []
+    assert probe_all([Target(1, "127.0.0.1", door.port)], KEY) == []
     door.close()
 
 

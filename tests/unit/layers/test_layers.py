@@ -69,7 +69,7 @@ def test_merged_columns_and_rows_over_uneven_ranks() -> None:
 
 def test_replicated_linear_is_whole() -> None:
     weight = torch.randn(4, 6)
-    layer = ReplicatedLinear("w", 4, 6, False, context())
+    layer = ReplicatedLinear("w", 4, 6, context())
     load(layer, {"w.weight": weight})
     x = torch.randn(2, 6)
     assert torch.equal(layer(x), F.linear(x, weight)) and layer.nbytes == weight.nbytes
