@@ -63,6 +63,10 @@ PHALANX_INLINE f32x16 from_bf16(u16x16 x) {
 }
 // To nearest, ties to even; NaN stays NaN.
 PHALANX_INLINE u16x16 to_bf16(f32x16 x) {
+#if defined(__AVX512BF16__)
+  // The instruction takes what is less than a normal number for zero.
+  if (__builtin_expect(_mm512_fpclass_ps_mask((__m512)x, 0x20) == 0, 1)) return (u16x16)_mm512_cvtneps_pbh((__m512)x);
+#endif
   const u32x16 bits = (u32x16)x;
   const u32x16 rounded = (bits + (0x7fffu + ((bits >> 16) & 1u))) >> 16;
   const u32x16 quiet = (bits >> 16) | 0x40u;

@@ -17,12 +17,29 @@ template <typename T>
 PHALANX_INLINE f32x16 get(const T* p, int count) {
   return count == 16 ? load16(p) : load_some(p, count);
 }
-template <typename T>
-PHALANX_INLINE void put(T* p, f32x16 v, int count) {
+PHALANX_INLINE f32x16 put(float* p, f32x16 v, int count) {
   if (count == 16)
     store16(p, v);
   else
     store_some(p, v, count);
+  return v;
+}
+PHALANX_INLINE f32x16 put(bf16* p, f32x16 v, int count) {
+  const u16x16 rounded = to_bf16(v);
+  std::memcpy(p, &rounded, count * sizeof *p);
+  return from_bf16(rounded);
+}
+
+// The sum of f(i, count) over a row. Four sums side by side: each addition waits for the one before it in its own.
+template <typename F>
+PHALANX_INLINE float sum16(int width, F f) {
+  f32x16 totals[4] = {};
+  int i = 0;
+  for (; i + 64 <= width; i += 64)
+    for (int k = 0; k < 4; ++k) f(totals[k], i + 16 * k, 16);
+  for (; i + 16 <= width; i += 16) f(totals[0], i, 16);
+  if (i < width) f(totals[0], i, width - i);
+  return sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
 }
 
 template <bool Layer, typename T, typename W>
@@ -30,25 +47,19 @@ void norm(void* x_, const void* delta_, const void* weight_, const void* bias_, 
   T *x = static_cast<T*>(x_), *y = static_cast<T*>(y_);
   const T* delta = static_cast<const T*>(delta_);
   const W *weight = static_cast<const W*>(weight_), *bias = static_cast<const W*>(bias_);
-  f32x16 total = {};
-  each16(width, [&](int i, int count) {
-    f32x16 v = get(x + i, count);
-    if (delta != nullptr) {
-      put(x + i, v + get(delta + i, count), count);
-      v = get(x + i, count);  // as it was rounded
-    }
-    total = Layer ? total + v : fma(v, v, total);
-  });
-  float mean = 0, variance = sum(total) / static_cast<float>(width);
+  const auto add = [](f32x16& total, f32x16 v) { total = Layer ? total + v : fma(v, v, total); };
+  const float first = delta == nullptr ? sum16(width, [&](f32x16& total, int i, int count) { add(total, get(x + i, count)); })
+                                       : sum16(width, [&](f32x16& total, int i, int count) {
+                                           add(total, put(x + i, get(x + i, count) + get(delta + i, count), count));
+                                         });
+  float mean = 0, variance = first / static_cast<float>(width);
   if (Layer) {
     mean = variance;
-    f32x16 squares = {};
-    each16(width, [&](int i, int count) {
-      f32x16 v = get(x + i, count) - mean;
-      if (count < 16) v = load_some((const float*)&v, count);
-      squares = fma(v, v, squares);
-    });
-    variance = sum(squares) / static_cast<float>(width);
+    variance = sum16(width, [&](f32x16& total, int i, int count) {
+                 f32x16 v = get(x + i, count) - mean;
+                 if (count < 16) v = load_some((const float*)&v, count);
+                 total = fma(v, v, total);
+               }) / static_cast<float>(width);
   }
   const float factor = 1.0f / __builtin_sqrtf(variance + eps);
   each16(width, [&](int i, int count) {

@@ -99,6 +99,15 @@ def test_activations_over_all_magnitudes(name):
     assert result[0].isnan() and result[1] == INF and (result[2] <= 0 or result[2].isnan())
 
 
+def test_rounding_to_bfloat16_over_all_magnitudes():
+    size = torch.logspace(-80, 76, 4096, dtype=torch.float64).sqrt()  # the least products are no normal numbers
+    gate = torch.cat((size, torch.tensor([0.0, NAN, INF, 1.0, 1.0]))).bfloat16()
+    factor = torch.cat((size, torch.tensor([1.0, 1.0, 1.0, NAN, -INF]))).bfloat16()
+    result = activate_gated("relu", torch.cat((gate, factor))[None])[0]
+    assert torch.equal(result.nan_to_num(nan=7.0), (gate.float() * factor.float()).bfloat16().nan_to_num(nan=7.0))
+    assert ((result != 0) & (result.abs() < torch.finfo(torch.float32).tiny)).any()
+
+
 def test_activations_refuse_what_does_not_fit():
     for function, x in (
         (activate_gated, torch.randn(2, 7)),
