@@ -72,9 +72,9 @@ bool amx_agrees() {
     const BlockPart part{reinterpret_cast<std::int64_t>(packed.data()), kind, outputs, 0, 0, 3};
     BlockProduct product{{q.data(), scale.data(), scaled_sum.data(), offset.data(), blocks}, expected.data(), outputs,
                          Number::f32, nullptr, Number::f32};
-    avx512bf16::block_matmul.multiply(product, part, 0, groups, 0, rows);
+    avx512bf16::block_matmul.multiply(product, part, 0, groups, 0, rows, {});
     product.y = found.data();
-    amx::multiply(product, part, 0, groups, 0, rows);
+    amx::multiply(product, part, 0, groups, 0, rows, {});
     if (std::memcmp(expected.data(), found.data(), rows * outputs * sizeof(float)) != 0) return false;
   }
   return true;

@@ -9,6 +9,7 @@ namespace {
 constexpr int kRowsPerTask = 48;    // queries (tokens times heads) that share a pass over the keys
 constexpr int kTokensPerWrite = 16;
 constexpr int kPiecesPerThread = 6;
+constexpr std::size_t kCacheParts = 4;  // one of them for what is fetched ahead
 constexpr int kReadCost = 8;  // what reading a key and its value costs, in rows of work on it
 
 struct Free {
@@ -32,6 +33,39 @@ char* thread_memory(std::size_t bytes) {
 }
 
 }  // namespace
+
+const std::vector<std::int32_t>& AttentionPlan::blocks_read(int window) {
+  for (const auto& [read_window, blocks] : read_)
+    if (read_window == window) return blocks;
+  std::vector<std::int32_t>& blocks = read_.emplace_back(window, std::vector<std::int32_t>()).second;
+  const std::int32_t* before = nullptr;  // the row's
+  for (std::size_t row = 0; row < contexts_.size(); ++row) {
+    const int past = contexts_[row] - (starts_[row + 1] - starts_[row]), oldest = past - window + 1;
+    const std::int32_t* own = tables_ + row * width_;
+    for (int i = window > 0 && oldest > 0 ? oldest / block_size_ : 0; i * block_size_ < past; ++i)
+      if (before == nullptr || before[i] != own[i]) blocks.push_back(own[i]);  // rows with one beginning share it
+    before = own;
+  }
+  return blocks;
+}
+
+void AttentionPlan::look_ahead(const AttentionLayer* layer) {
+  ahead_ = {};
+  if (layer == nullptr) return;
+  const AttentionCall& call = layer->call;
+  const std::size_t dim = call.dim, bytes = call.cache_type == CacheType::int8  ? dim + 4
+                                            : call.cache_type == CacheType::bf16 ? 2 * dim
+                                                                                 : 4 * dim;
+  const std::vector<std::int32_t>& blocks = blocks_read(call.window);
+  ahead_.key = call.key_cache;
+  ahead_.value = call.value_cache;
+  ahead_.blocks = blocks.data();
+  ahead_.block_bytes = bytes * call.kv_heads * call.block_size;
+  ahead_.block_fetches = (ahead_.block_bytes + kFetchBytes - 1) / kFetchBytes;
+  // No more than may still be in the cache when it is read.
+  const std::size_t most = cache_of_a_core() / kCacheParts * team_size() / kFetchBytes;
+  ahead_.fetches = std::min(2 * blocks.size() * ahead_.block_fetches, most);
+}
 
 void AttentionPlan::make(const AttentionLayer& layer, int threads, Rows rows, AttentionTasks& made) const {
   made.window = layer.call.window;
@@ -216,7 +250,13 @@ void bind_attention(nb::module_& m) {
                     Address>());
   nb::class_<AttentionPlan>(m, "AttentionPlan")
       .def(nb::init<std::vector<int>, std::vector<int>, Address, int, Address, int>())
-      .def_prop_ro("tokens", &AttentionPlan::tokens);
+      .def_prop_ro("tokens", &AttentionPlan::tokens)
+      .def("blocks_ahead", [](AttentionPlan& plan, const AttentionLayer& layer) {
+        plan.look_ahead(&layer);
+        const Ahead& ahead = plan.ahead();
+        const std::size_t runs = ahead.fetches / ahead.block_fetches / 2;
+        return std::vector<std::int32_t>(ahead.blocks, ahead.blocks + runs);
+      });
   m.def("attend_merged", [](const AttentionLayer& layer, AttentionPlan& plan, Address qkv, int type, Address query_norm,
                             Address key_norm, int norm_type, double eps, Address cos, Address sin, int table_type,
                             int rope_dim, Address factor, Address out) {

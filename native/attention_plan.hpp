@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "ahead.hpp"
 #include "attention.hpp"
 #include "bindings.hpp"
 #include "team.hpp"
@@ -116,6 +117,9 @@ class AttentionPlan {
     make(layer, threads, rows, made);
     return made;
   }
+  // From now on products may fetch what `layer` reads; null: nothing.
+  void look_ahead(const AttentionLayer* layer);
+  Ahead& ahead() { return ahead_; }
   Rows all() const { return {0, static_cast<std::size_t>(tokens())}; }
 
  private:
@@ -124,6 +128,7 @@ class AttentionPlan {
     highest_ = std::max(highest_, block);
   }
 
+  const std::vector<std::int32_t>& blocks_read(int window);
   void make(const AttentionLayer& layer, int threads, Rows rows, AttentionTasks& made) const;
 
   std::vector<int> starts_, contexts_;
@@ -132,6 +137,9 @@ class AttentionPlan {
   int width_, block_size_;
   std::int64_t lowest_ = 0, highest_ = 0;
   std::list<AttentionTasks> tasks_;
+  // Blocks that are read, in the order of the rows, with one window; what is fetched of them.
+  std::vector<std::pair<int, std::vector<std::int32_t>>> read_;
+  Ahead ahead_;
 };
 
 // Norm and rotation of query and key, the write of the cache, attention: [T, (heads + 2 kv heads) dim] to [T, heads dim],

@@ -2,6 +2,7 @@
 // products, in which order. Included by kernels/block_*.cpp only.
 #pragma once
 
+#include "ahead.hpp"
 #include "block_matmul.hpp"
 #include "half.hpp"
 

@@ -335,7 +335,7 @@ RoundedRows& rounded_rows() {
 
 void multiply_blocks(Address x, std::size_t step_x, std::size_t rows, std::size_t inputs, std::size_t lead, int x_type,
                      Address parts, std::size_t count, Address y, std::size_t stride, int y_type, Address bias,
-                     int bias_type) {
+                     int bias_type, Ahead* ahead) {
   if (rows == 0) return;
   RoundedRows& rounded = rounded_rows();
   rounded.make_room(rows, inputs, lead, static_cast<Number>(x_type));
@@ -343,11 +343,11 @@ void multiply_blocks(Address x, std::size_t step_x, std::size_t rows, std::size_
     const std::size_t first = task * kRowsPerRounding;
     rounded.round(at_address<void>(x), step_x, first, std::min(first + kRowsPerRounding, rows));
   });
-  multiply_rounded(rounded, rows, parts, count, y, stride, y_type, bias, bias_type);
+  multiply_rounded(rounded, rows, parts, count, y, stride, y_type, bias, bias_type, ahead);
 }
 
 void multiply_rounded(const RoundedRows& rounded, std::size_t rows, Address parts, std::size_t count, Address y,
-                      std::size_t stride, int y_type, Address bias, int bias_type) {
+                      std::size_t stride, int y_type, Address bias, int bias_type, Ahead* ahead) {
   if (rows == 0) return;
   auto multiply = block_matmul().multiply;
 #if defined(PHALANX_AMX)
@@ -369,18 +369,27 @@ void multiply_rounded(const RoundedRows& rounded, std::size_t rows, Address part
     const std::size_t own = (part[p].outputs + kLanes - 1) / kLanes;
     tasks += (own + step - 1) / step;
   }
+  // There is time for a fetch with each block of a pair of groups and four rows, but for the first four of a piece.
+  const std::size_t fours = rows / pieces / 4, blocks = product.rows.blocks;
+  const std::size_t fetches = ahead == nullptr || fours < 2 ? 0 : (fours - 1) * blocks;  // of a pair of groups
+  const std::size_t taken = fetches == 0 ? 0 : ahead->taken;
+  if (fetches > 0) ahead->taken = std::min(ahead->fetches, taken + pieces * groups / 2 * fetches);
   parallel_for(tasks * pieces, [&](std::size_t index) {
     const std::size_t piece = index / tasks;
-    std::size_t task = index % tasks;
+    std::size_t task = index % tasks, before = piece * groups;
     for (std::size_t p = 0; p < count; ++p) {
       const std::size_t own = (part[p].outputs + kLanes - 1) / kLanes, own_tasks = (own + step - 1) / step;
       if (task >= own_tasks) {
         task -= own_tasks;
+        before += own;
         continue;
       }
       const std::size_t begin = task * step, end = begin + step < own ? begin + step : own;
       const std::size_t row = piece * kRowsPerTask, last = row + kRowsPerTask < rows ? row + kRowsPerTask : rows;
-      multiply(product, part[p], begin, end, row, last);
+      AheadPart fetched{ahead, taken + (before + begin) / 2 * fetches, 0};
+      if (fetches > 0 && fetched.first < ahead->taken)
+        fetched.count = std::min((end - begin) / 2 * fetches, ahead->taken - fetched.first);
+      multiply(product, part[p], begin, end, row, last, fetched);
       return;
     }
   });
@@ -391,7 +400,11 @@ void bind_block_matmul(nb::module_& m) {
   m.def("block_packed_bytes", &packed_bytes);
   m.def("block_pack", &pack, free);
   m.def("block_unpack", &look_up_block_rows, free);
-  m.def("block_matmul", &multiply_blocks, free);
+  m.def("block_matmul", [](Address x, std::size_t x_stride, std::size_t rows, std::size_t inputs, std::size_t lead,
+                           int x_type, Address parts, std::size_t count, Address y, std::size_t y_stride, int y_type,
+                           Address bias, int bias_type) {
+    multiply_blocks(x, x_stride, rows, inputs, lead, x_type, parts, count, y, y_stride, y_type, bias, bias_type, nullptr);
+  }, free);
 }
 
 }  // namespace phalanx

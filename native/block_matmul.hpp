@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ahead.hpp"
 #include "cpu.hpp"
 
 namespace phalanx {
@@ -93,9 +94,10 @@ struct BlockMatmul {
   // One row of `columns` numbers, of which the first goes to place `lead` of the first block; the rest is zero.
   void (*quantize)(const void* x, Number type, std::size_t columns, std::size_t lead, std::size_t blocks,
                    std::int8_t* q, float* scale, float* scaled_sum, std::int32_t* offset);
-  // Rows row_begin to row_end of y, for the outputs of some groups of one part.
+  // Rows row_begin to row_end of y, for the outputs of some groups of one part. `ahead` is fetched meanwhile, as much of
+  // it as there is time for.
   void (*multiply)(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
-                   std::size_t row_begin, std::size_t row_end);
+                   std::size_t row_begin, std::size_t row_end, const AheadPart& ahead);
   // `count` numbers in another type.
   void (*round)(const float* x, Number type, void* y, std::size_t count);
 };
@@ -105,7 +107,7 @@ PHALANX_DECLARE_TABLES(BlockMatmul, block_matmul)
 namespace amx {
 // As `multiply` of AVX-512, to the bit.
 void multiply(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
-              std::size_t row_begin, std::size_t row_end);
+              std::size_t row_begin, std::size_t row_end, const AheadPart& ahead);
 }  // namespace amx
 
 // Activations rounded to 8 bits, in memory that is kept from one product to the next. Whoever makes the rows may round them

@@ -32,13 +32,13 @@ void add_bias(Address y, Address bias, std::size_t rows, std::size_t width, int 
 void multiply_packed(Address x, std::size_t x_stride, Address w, Address bias, Address y, std::size_t y_stride,
                      std::size_t rows, int depth, int outputs, int type, bool wide);
 // The same by `count` BlockParts, whose outputs stand side by side; `lead` zeros are put before each row of x. Types are
-// Numbers of block_matmul.hpp.
+// Numbers of block_matmul.hpp. Takes of `ahead`, unless it is null, what there is time to fetch.
 void multiply_blocks(Address x, std::size_t x_stride, std::size_t rows, std::size_t inputs, std::size_t lead, int x_type,
                      Address parts, std::size_t count, Address y, std::size_t y_stride, int y_type, Address bias,
-                     int bias_type);
+                     int bias_type, Ahead* ahead);
 // The same of activations that are rounded already.
 void multiply_rounded(const RoundedRows& x, std::size_t rows, Address parts, std::size_t count, Address y,
-                      std::size_t y_stride, int y_type, Address bias, int bias_type);
+                      std::size_t y_stride, int y_type, Address bias, int bias_type, Ahead* ahead);
 
 // Rows `ids` - `start` of a packed matrix, or of BlockParts one below the other: y [count, inputs], zeros for those that it
 // does not have. Types are Numbers.

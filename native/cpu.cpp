@@ -1,5 +1,7 @@
 #include "cpu.hpp"
 
+#include <fstream>
+
 #include "amx.hpp"
 
 #if defined(__linux__) && defined(__aarch64__)
@@ -61,6 +63,20 @@ const std::vector<Isa>& available() {
 }
 
 Isa active() { return chosen(); }
+
+std::size_t cache_of_a_core() {
+  static const std::size_t bytes = [] {
+    const std::string folder = "/sys/devices/system/cpu/cpu0/cache/index3/";
+    std::size_t kilobytes = 0, cores = 0;
+    std::ifstream(folder + "size") >> kilobytes;
+    std::string map;  // hexadecimal, with commas
+    std::ifstream(folder + "shared_cpu_map") >> map;
+    for (char digit : map)
+      if (digit != ',') cores += __builtin_popcount(std::stoi(std::string(1, digit), nullptr, 16));
+    return cores == 0 ? 0 : 1024 * kilobytes / cores;
+  }();
+  return bytes;
+}
 
 bool choose(const std::string& name) {
   for (Isa isa : available()) {

@@ -2,6 +2,7 @@
 // that processor and operating system allow is chosen when the module is loaded, or by name afterwards.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -20,6 +21,8 @@ void assume(const std::string& name);
 Isa active();
 const char* name_of(Isa isa);
 
+// Bytes of the third cache for each core that shares it; 0 where the system does not say.
+std::size_t cache_of_a_core();
 
 // In a kernel's header, after `struct Table { … function pointers … };`:
 //     PHALANX_DECLARE_TABLES(Table, table_name)

@@ -218,6 +218,7 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
   const Address to = room[entry.to] + rows.first * out * item(entry.to, type_);
   const Address part = to + entry.column * item(entry.to, type_);
   const bool wide = entry.to == Buffer::logits;
+  Ahead* ahead = step.plan == nullptr ? nullptr : &step.plan->ahead();
   RoundedRows* rounded = entry.rounds ? &rounded_rows() : nullptr;
   if (rounded != nullptr)
     rounded->make_room(rows.count, entry.kind == Kind::norm ? hidden_ : entry.width, 0, static_cast<Number>(type_));
@@ -255,15 +256,16 @@ void Tape::play(const Entry& entry, const TapeStep& step, const Placing& placing
     case Kind::blocks:
       if (entry.rounded)
         multiply_rounded(rounded_rows(), rows.count, entry.first, entry.count, part, entry.pitch, wide ? 0 : type_,
-                         entry.second, entry.types);
+                         entry.second, entry.types, ahead);
       else
         phalanx::multiply_blocks(from, entry.depth, rows.count, entry.depth, entry.lead, type_, entry.first, entry.count,
-                                 part, entry.pitch, wide ? 0 : type_, entry.second, entry.types);
+                                 part, entry.pitch, wide ? 0 : type_, entry.second, entry.types, ahead);
       break;
     case Kind::attend: {
       const Turn& turn = placing.turn;
       attend_merged(*placing.layer, *step.plan, rows, room[entry.from], type_, entry.first, entry.second, entry.types,
                     entry.eps, turn.cos, turn.sin, turn.type, turn.dim, placing.factor, room[entry.to]);
+      if (rows.first + rows.count == step.rows) step.plan->look_ahead(placing.next);  // by the last piece
       break;
     }
     case Kind::activate:
@@ -299,7 +301,8 @@ std::size_t Reel::workspace_bytes(std::size_t rows) const {
 
 Placing Reel::placing(const TapeStep& step, int b) const {
   const ReelBlock& block = blocks_[b];
-  Placing placing{b > 0 && blocks_[b - 1].leaves_delta, layers_[b], {}, 0};
+  const AttentionLayer* next = b + 1 < static_cast<int>(layers_.size()) ? layers_[b + 1] : nullptr;
+  Placing placing{b > 0 && blocks_[b - 1].leaves_delta, layers_[b], next, {}, 0};
   if (block.turn >= 0) placing.turn = step.turns[block.turn];
   if (block.factor >= 0) placing.factor = step.factors[block.factor];
   return placing;

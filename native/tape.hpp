@@ -41,7 +41,7 @@ struct TapeStep {
 // What differs from block to block in a step.
 struct Placing {
   bool added;  // whether there is a delta from the block before
-  const AttentionLayer* layer;  // null without attention
+  const AttentionLayer *layer, *next;  // null without attention; the next one's, or null
   Turn turn;
   Address factor;
 };

@@ -94,10 +94,10 @@ void multiply_tiles(const BlockProduct& product, const BlockPart& part, std::siz
 }  // namespace
 
 void multiply(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
-              std::size_t row_begin, std::size_t row_end) {
+              std::size_t row_begin, std::size_t row_end, const AheadPart& ahead) {
   const std::size_t whole = row_begin + (row_end - row_begin) / kRows * kRows;
   if (whole > row_begin) multiply_tiles(product, part, group_begin, group_end, row_begin, whole);
-  if (whole < row_end) avx512bf16::block_matmul.multiply(product, part, group_begin, group_end, whole, row_end);
+  if (whole < row_end) avx512bf16::block_matmul.multiply(product, part, group_begin, group_end, whole, row_end, ahead);
 }
 
 }  // namespace phalanx::PHALANX_ISA

@@ -51,11 +51,12 @@ PHALANX_INLINE ints dot4(ints sum, quads weights, std::int32_t activations) {
 #endif
 }
 
-// kRows rows times the outputs from `lane` on of kGroups groups; what is `after` bytes further is fetched meanwhile. What is added to a result, and in which order, is the
-// same for every kRows and kGroups: block by block, the block's integers exactly.
-template <BlockKind kKind, int kRows, int kGroups>
+// kRows rows times the outputs from `lane` on of kGroups groups; what is `after` bytes further is fetched meanwhile, and
+// what `fetcher` has if it may. What is added to a result, and in which order, is the same for every kRows and kGroups:
+// block by block, the block's integers exactly.
+template <BlockKind kKind, int kRows, int kGroups, bool kFetches>
 void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
-          std::size_t row, int lane, std::size_t after) {
+          std::size_t row, int lane, std::size_t after, Fetcher& fetcher) {
   using K = Kind<kKind>;
   constexpr bool kTwoSums = K::halves || kRows * kGroups <= 8;  // few sums would wait for each other
   const std::size_t blocks = product.rows.blocks;
@@ -76,6 +77,7 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
         others[c][r] = begin.second;
       }
     }
+    if constexpr (kFetches) fetcher.next();
     PHALANX_UNROLL
     for (int j = 0; j < 4; ++j) {
       quads low[kGroups], high[kGroups];
@@ -115,11 +117,11 @@ void tile(const BlockProduct& product, const BlockPart& part, const GroupShape& 
   for (int c = 0; c < kGroups; ++c) finish<kKind, kRows>(product, part, shape, group + c, row, lane, total[c]);
 }
 
-template <BlockKind kKind, int kRows, int kGroups>
+template <BlockKind kKind, int kRows, int kGroups, bool kFetches = false>
 void tiles(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
-           std::size_t row, std::size_t after) {
+           std::size_t row, std::size_t after, Fetcher& fetcher) {
   for (int lane = 0; lane < kLanes; lane += kWidth)
-    tile<kKind, kRows, kGroups>(product, part, shape, group, row, lane, after);
+    tile<kKind, kRows, kGroups, kFetches>(product, part, shape, group, row, lane, after, fetcher);
 }
 
 // Rows and groups of a tile, as far as the registers reach: rows share the unpacking of weights, groups the activations.
@@ -130,36 +132,43 @@ constexpr int kMostGroups = 2;
 constexpr int kMostGroups = 1;
 #endif
 
+// The first rows wait for their weights; those after them have time for the fetcher.
 template <BlockKind kKind, int kGroups>
 void multiply_groups(const BlockProduct& product, const BlockPart& part, const GroupShape& shape, std::size_t group,
-                     std::size_t row, std::size_t row_end, std::size_t after) {
+                     std::size_t row_begin, std::size_t row_end, std::size_t after, Fetcher& fetcher) {
+  std::size_t row = row_begin;
   for (; row_end - row >= kMostRows; row += kMostRows)
-    tiles<kKind, kMostRows, kGroups>(product, part, shape, group, row, after);
+    if (row > row_begin && fetcher.more())
+      tiles<kKind, kMostRows, kGroups, true>(product, part, shape, group, row, after, fetcher);
+    else
+      tiles<kKind, kMostRows, kGroups>(product, part, shape, group, row, after, fetcher);
   if (row_end - row >= 2) {
-    tiles<kKind, 2, kGroups>(product, part, shape, group, row, after);
+    tiles<kKind, 2, kGroups>(product, part, shape, group, row, after, fetcher);
     row += 2;
   }
-  if (row_end > row) tiles<kKind, 1, kGroups>(product, part, shape, group, row, after);
+  if (row_end > row) tiles<kKind, 1, kGroups>(product, part, shape, group, row, after, fetcher);
 }
 
 // The groups after the present ones are fetched, but not those that another thread will read.
 template <BlockKind kKind>
 void multiply_kind(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
-                   std::size_t row_begin, std::size_t row_end) {
+                   std::size_t row_begin, std::size_t row_end, const AheadPart& ahead) {
   const GroupShape shape(Kind<kKind>::layout, product.rows.blocks, part.phase, static_cast<int>(part.shift));
+  Fetcher fetcher(ahead);
   std::size_t group = group_begin;
   for (; group_end - group >= kMostGroups; group += kMostGroups) {
     const std::size_t after = group + kMostGroups < group_end ? kMostGroups * shape.bytes : 0;
-    multiply_groups<kKind, kMostGroups>(product, part, shape, group, row_begin, row_end, after);
+    multiply_groups<kKind, kMostGroups>(product, part, shape, group, row_begin, row_end, after, fetcher);
   }
-  if (group < group_end) multiply_groups<kKind, 1>(product, part, shape, group, row_begin, row_end, 0);
+  if (group < group_end) multiply_groups<kKind, 1>(product, part, shape, group, row_begin, row_end, 0, fetcher);
 }
 
 void multiply(const BlockProduct& product, const BlockPart& part, std::size_t group_begin, std::size_t group_end,
-              std::size_t row_begin, std::size_t row_end) {
+              std::size_t row_begin, std::size_t row_end, const AheadPart& ahead) {
   switch (static_cast<BlockKind>(part.kind)) {
 #define PHALANX_CASE(kind) \
-  case BlockKind::kind: return multiply_kind<BlockKind::kind>(product, part, group_begin, group_end, row_begin, row_end);
+  case BlockKind::kind: \
+    return multiply_kind<BlockKind::kind>(product, part, group_begin, group_end, row_begin, row_end, ahead);
     PHALANX_EACH_KIND(PHALANX_CASE)
 #undef PHALANX_CASE
     default: break;
@@ -228,9 +237,14 @@ void quantize_row(const T* x, std::size_t columns, std::size_t lead, std::size_t
                   float* scaled_sum, std::int32_t* offset) {
   std::size_t begun = 0;
 #if defined(__AVX512VNNI__)
-  if (lead == 0)
-    for (; (begun + 4) * kBlock <= columns; begun += 4)
-      quantize_four(x + begun * kBlock, q + begun * kBlock, scale + begun, scaled_sum + begun, offset + 2 * begun);
+  const std::size_t whole = columns / kBlock;
+  if (lead == 0 && whole >= 4) {
+    for (; begun < whole; begun += 4) {
+      const std::size_t b = begun + 4 <= whole ? begun : whole - 4;  // some twice rather than one by one
+      quantize_four(x + b * kBlock, q + b * kBlock, scale + b, scaled_sum + b, offset + 2 * b);
+    }
+    begun = whole;
+  }
 #endif
   for (std::size_t b = begun; b < blocks; ++b) {
     alignas(64) T held[kBlock];

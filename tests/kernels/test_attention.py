@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -359,6 +360,23 @@ def test_a_plan_serves_layers_of_several_kinds() -> None:
             output, _ = NATIVE.attend(query, request.mine, layout, plan, request.shape)
             expected, _ = request.expected(spans(rows))
             assert (output - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 40])
+def test_what_products_fetch_before_attention(window: int | None) -> None:
+    if not Path("/sys/devices/system/cpu/cpu0/cache/index3/size").exists():
+        pytest.skip("the system does not say how large a third cache there is")
+    requests = cached([(1, 40), (1, 50), (3, 20), (16, 16)], shape_of(2, 1, 16, window=window))
+    requests.tables[1][0] = requests.tables[0][0]  # a common beginning is fetched once
+    rows = spans([(1, 40), (1, 50), (3, 20), (16, 16)])
+    step = NATIVE.plan(requests.layout(rows))
+    wanted: list[int] = []
+    for row, first, _ in rows:  # tokens before the step, those in sight of its first one
+        oldest = 0 if window is None else max(0, first - window + 1)
+        blocks = range(oldest // 16, -(-first // 16))
+        wanted += [requests.tables[row][i] for i in blocks if (row, i) != (1, 0)]
+    assert step.plan.blocks_ahead(requests.mine.layer.layer) == wanted
+    assert wanted
 
 
 def test_empty_steps_and_no_heads() -> None:
