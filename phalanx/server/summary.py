@@ -1,10 +1,11 @@
-"""What a started server says about itself: sizes, layout, memory, safety, and a first call to copy. Pure text."""
+"""What a started server says about itself: sizes, layout, memory, safety, and a first call to copy. Only text."""
 
 from __future__ import annotations
 
 import json
 from math import prod
 
+from phalanx import env
 from phalanx.config import EngineConfig, ParallelConfig, RecoveryConfig, ServerConfig
 from phalanx.engine.client import EngineInfo, EngineStatus
 from phalanx.planner.report import binding_line, cache_lines, layout_line, memory_table, split_lines, stage_line
@@ -134,5 +135,6 @@ def curl(server: ServerConfig, *, has_chat: bool) -> str:
     if server.ssl_certfile:
         parts.insert(1, "--insecure")  # a certificate seldom names 127.0.0.1
     if server.api_key:
-        parts.append('-H "Authorization: Bearer $PHALANX_API_KEY"')
+        ready = env.variables().get("api_key") in server.api_key
+        parts.append(f'-H "Authorization: Bearer {"$PHALANX_API_KEY" if ready else "YOUR_API_KEY"}"')
     return " ".join([*parts, f"-d '{json.dumps(body)}'"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 
+import pytest
+
 from phalanx.config import EngineConfig
 from phalanx.engine.client import EngineInfo, EngineState, EngineStatus
 from phalanx.executor.base import WorkerStatus
@@ -77,13 +79,21 @@ def replace_info(**changes: object) -> EngineInfo:
     return msgspec.structs.replace(INFO, **changes)
 
 
-def test_keys_are_never_shown_and_open_servers_warn() -> None:
+def test_keys_are_never_shown_and_open_servers_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHALANX_API_KEY", raising=False)
     open_text = summary(config(host="0.0.0.0"), INFO, EngineStatus("ready"), ("m",), has_chat=True)
     assert "WARNING" in open_text
     locked = summary(config(host="0.0.0.0", api_key=("secret",)), INFO, EngineStatus("ready"), ("m",), has_chat=True)
     assert "secret" not in locked
     assert "WARNING" not in locked
-    assert "$PHALANX_API_KEY" in locked
+    assert "Bearer YOUR_API_KEY" in locked
+
+
+def test_the_first_call_takes_the_key_from_the_variable_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = config(api_key=("one", "two")).server
+    for variable, shown in (("one", "$PHALANX_API_KEY"), ("one,two", "YOUR_API_KEY"), ("other", "YOUR_API_KEY")):
+        monkeypatch.setenv("PHALANX_API_KEY", variable)
+        assert f'-H "Authorization: Bearer {shown}"' in curl(server, has_chat=True)
 
 
 def test_addresses_for_a_client_on_this_machine() -> None:
