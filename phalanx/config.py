@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,6 +71,16 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
 
 
+def _parse_context(text: str) -> int:
+    """As `parse_size`. Raises ConfigError."""
+    if text.strip().lower() in ("auto", "-1"):  # vLLM: as much as fits
+        raise ConfigError(
+            f"'{text}' is not in this version: the length is not chosen by what fits.",
+            fix="Leave it out for the model's own; if that does not fit, the error says what does.",
+        )
+    return parse_size(text)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     model: str | None = option(
@@ -98,7 +109,7 @@ class ModelConfig:
         "auto", "`dummy` fills the weights with random numbers, without reading them.", choices=("auto", "dummy")
     )
     max_model_len: int | None = option(
-        None, "Longest context (prompt and answer) in tokens. Default: the model's own.", parse=parse_size
+        None, "Longest context (prompt and answer) in tokens. Default: the model's own.", parse=_parse_context
     )
     chat_template: str | None = option(None, "Jinja chat template: a file, or the template itself in one line.")
     generation_config: str = option(
@@ -425,7 +436,7 @@ def _checked(declared: dataclasses.Field[Any], value: Any) -> Any:
             return None
         raise ConfigError(f"`{name}` needs a value.")
     if kind.startswith("tuple"):
-        items = (value,) if isinstance(value, str) else tuple(value)
+        items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
         if not all(isinstance(item, str) for item in items):
             raise ConfigError(f"`{name}` must be a list of strings.")
         parse = declared.metadata["parse"]

@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,10 +87,24 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
         """Parsed arguments; options that were not given are absent. Raises UsageError."""
-        args, unknown = self.parse_known_args(_dashes(argv))
+        words = _dashes(argv)
+        args, unknown = self.parse_known_args(words)
         if unknown:
             self._refuse(unknown[0])
+        model = getattr(args, "positional_model", None)
+        if model is not None and not os.path.exists(model):
+            self._refuse_a_second_value(words, model)
         return args
+
+    def _refuse_a_second_value(self, words: Sequence[str], model: str) -> None:
+        """vLLM takes `--served-model-name a b` for two names; here `b` would be the model (a key: asked for at the
+        hub)."""
+        for flag, _, word in zip(words, words[1:], words[2:], strict=False):
+            if word == model and isinstance(self._option_string_actions.get(flag), argparse._AppendAction):
+                raise UsageError(
+                    f"The word after the value of {flag} may be the model or another value.",
+                    fix=f"Write the model first, and {flag} again before each further value.",
+                )
 
     def _refuse(self, argument: str) -> NoReturn:
         flag = argument.partition("=")[0]
@@ -99,6 +115,9 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"Unexpected argument '{argument}'.", fix=fix)
         if flag[1:] in self._option_string_actions:  # `--tp` for `-tp`
             raise UsageError(f"Unknown flag {flag}.", fix=f"Did you mean {flag[1:]}?")
+        glued = re.fullmatch(r"(-[a-z]+)(\d.*)", flag)  # `-tp2` for `-tp 2`
+        if glued and glued[1] in self._option_string_actions:
+            raise UsageError(f"Unknown flag {flag}.", fix=f"Did you mean {glued[1]} {glued[2]}?")
         close = difflib.get_close_matches(flag, self._visible_flags(), 1, cutoff=0.6)
         fix = f"Did you mean {close[0]}?" if close else f"'{self.prog} --help' lists the flags."
         raise UsageError(f"Unknown flag {flag}.", fix=fix)
@@ -124,7 +143,7 @@ class Parser(argparse.ArgumentParser):
                     "positional_" + name, nargs="?", metavar=name.upper(), default=None, help=about["help"]
                 )
                 about["help"] = "The same as MODEL."
-            flags = [*about["flags"], "--" + name.replace("_", "-")]
+            flags = [*about["flags"], _flag(name)]
             shown = about["help"].replace("%", "%%") + _default_text(declared)
             if declared.type == "bool":
                 group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=shown)
@@ -240,7 +259,7 @@ def from_file(path: str) -> dict[str, Any]:
             raise ConfigError(f"{path}: '{key}' holds a mapping, but takes a value.")
         if name in options:
             raise ConfigError(f"{path}: '{key}' is given twice.")
-        options[name] = _checked(name, value, path)
+        options[name] = _checked(name, value, f"{path}: {key}")
     return options
 
 
@@ -265,13 +284,18 @@ def from_variables(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, origin: str) -> Any:
-    """`value` as the option's type. Raises ConfigError that begins with `origin`."""
+    """`value` as the option's type. Raises ConfigError that begins with `origin`, in place of the option's name."""
     try:
         config = EngineConfig.from_options(**{name: value})
     except ConfigError as error:
-        named = error.message.startswith(origin)
-        raise ConfigError(error.message if named else f"{origin}: {error.message}", fix=error.fix) from None
+        own = next((own for own in (f"`{name}`", _flag(name)) if error.message.startswith(own)), None)
+        told = f"{origin}: {error.message}" if own is None else origin + error.message.removeprefix(own)
+        raise ConfigError(told, fix=error.fix) from None
     return getattr(getattr(config, options_by_name()[name][0]), name)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def settings(
@@ -301,7 +325,7 @@ def settings(
     for name, (section, declared) in known.items():
         if section not in parser.sections:
             continue
-        flag = "--" + name.replace("_", "-")
+        flag = _flag(name)
         given = getattr(args, name, None)
         if declared.metadata["positional"]:
             bare = getattr(args, "positional_" + name, None)

@@ -126,14 +126,58 @@ def test_unknown_variables_warn_and_suggest(capsys):
     )
 
 
-def test_an_option_is_named_once():
-    with pytest.raises(ConfigError) as caught:
-        parse("--speculative-config", "[]")
-    assert str(caught.value).count("--speculative-config") == 1
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("port", "x", " is 'x', which is not an integer."),
+        ("port", "9" * 30, " is too large."),
+        ("dtype", "bf16", " is 'bf16'."),
+        ("enable_recovery", "maybe", " is 'maybe'."),
+        ("max_model_len", "x", ": 'x' is not a size."),
+        ("speculative_config", "x", " is not valid JSON."),
+        ("speculative_config", '{"method": "ngram", "num_speculative_tokens": 0}', ": num_speculative_tokens must be"),
+    ],
+)
+def test_an_option_is_named_once_as_where_it_was_set(name, text, complaint, tmp_path):
+    flag, file = "--" + name.replace("_", "-"), tmp_path / "c.yaml"
+    file.write_text(f"{flag[2:]}: '{text}'\n")
+    ways = [
+        (f"{file}: {flag[2:]}", lambda: from_file(str(file))),
+        (f"PHALANX_{name.upper()}", lambda: from_variables({name: text})),
+    ]
+    if name != "enable_recovery":
+        ways.append((flag, lambda: parse(flag, text)))
+    for named, read in ways:
+        with pytest.raises(ConfigError) as caught:
+            read()
+        assert caught.value.message.startswith(named + complaint)
+
+
+def test_a_short_flag_glued_to_its_value_is_told_apart():
+    with pytest.raises(UsageError, match=r"Unknown flag -tp2\. Did you mean -tp 2\?"):
+        parse("-tp2")
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--api-key"])
+def test_a_second_value_is_not_taken_for_the_model(flag, tmp_path):
+    """A key was looked for on the hub."""
+    with pytest.raises(UsageError) as caught:
+        parse(flag, "one", "two")
+    assert flag in str(caught.value)
+    assert "two" not in str(caught.value)
+    assert parse("two", flag, "one").config.model.model == "two"
+    assert parse(f"{flag}=one", "two").config.model.model == "two"
+    assert parse(flag, "one", str(tmp_path)).config.model.model == str(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["auto", "-1"])
+def test_a_context_as_long_as_fits_is_not_here_and_says_so(text):
+    with pytest.raises(UsageError, match=r"not in this version.*Leave it out"):
+        parse("--max-model-len", text)
 
 
 def test_a_bad_variable_names_itself():
-    with pytest.raises(ConfigError, match=r"^PHALANX_PORT: .*not an integer"):
+    with pytest.raises(ConfigError, match=r"^PHALANX_PORT is 'many', which is not an integer"):
         parse(variables={"port": "many"})
     with pytest.raises(ConfigError, match=r"^PHALANX_FAULT has 'zzz', which is no fault"):
         parse(variables={"fault": "zzz"})
@@ -145,6 +189,7 @@ def test_a_bad_variable_names_itself():
         ("prot: 1\n", r"unknown option 'prot'\. Did you mean 'port'\?"),
         ("port: many\n", r"not an integer"),
         ("port: [1]\n", r"must be int"),
+        ("api-key: 1\n", r"api-key must be a list of strings"),
         ("port: true\n", r"must be int"),
         ("server:\n  port: 1\n", r"unknown option 'server'"),
         ("model:\n  name: x\n", r"holds a mapping"),
