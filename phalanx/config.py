@@ -106,7 +106,10 @@ class ModelConfig:
         "-q",
     )
     load_format: str = option(
-        "auto", "`dummy` fills the weights with random numbers, without reading them.", choices=("auto", "dummy")
+        "auto",
+        "`auto` reads safetensors or GGUF files, `safetensors` no others; `dummy` fills the weights with random "
+        "numbers, without reading them.",
+        choices=("auto", "safetensors", "dummy"),
     )
     max_model_len: int | None = option(
         None, "Longest context (prompt and answer) in tokens. Default: the model's own.", parse=_parse_context

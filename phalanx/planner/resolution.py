@@ -24,11 +24,11 @@ from phalanx.models.spec import DecoderSpec
 from phalanx.models.stored import with_stored
 from phalanx.planner import report, search, sharing
 from phalanx.planner.devices import Device, declared, of_this_machine
-from phalanx.planner.hardware import detect
+from phalanx.planner.hardware import Hardware, detect
 from phalanx.planner.memory import Demand, Layout
 from phalanx.planner.resplit import Resplit, resplit
 from phalanx.planner.search import Plan
-from phalanx.worker.capacity import is_wanted, read_speed
+from phalanx.worker import capacity
 from phalanx.worker.limits import Memory, host_memory
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,11 @@ class _Facts:
 def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
     """`config` without automatic values. Raises ConfigError, CheckpointError, UnsupportedModel, and NotEnoughMemory
     when the model cannot fit several ranks on this machine."""
-    spec = read_spec(checkpoint.config)
+    spec, machine = read_spec(checkpoint.config), detect()
     asked = _check_quantization(config.model, checkpoint.name, checkpoint.config, checkpoint.format)
-    config = resolve(config, spec, detect())
-    config = dataclasses.replace(config, model=_with_quantization(config.model, checkpoint.name, asked))
+    config = resolve(config, spec, machine)
+    known = _is_elsewhere(config.parallel) or _has_device(machine, config.model.device)
+    config = dataclasses.replace(config, model=_with_quantization(config.model, checkpoint.name, asked, told=known))
     return with_layout(config, spec_of(config, checkpoint))
 
 
@@ -62,7 +63,9 @@ def spec_of(config: EngineConfig, checkpoint: Checkpoint) -> DecoderSpec:
 
 def _check_quantization(model: ModelConfig, name: str, model_config: Mapping[str, Any], form: str) -> str:
     """What is asked for, or what the checkpoint has: integers stay as they are, unless float32 is asked for, which is
-    for exact results. Raises ConfigError for a wish that cannot be met."""
+    for exact results. Raises ConfigError for a wish, or a format of files, that cannot be met."""
+    if model.load_format == "safetensors" and form != "safetensors":
+        raise ConfigError(f"--load-format is safetensors, but {name} is a {form.upper()} file.", fix="Leave it out.")
     layout = read_layout(model_config)
     has = "gguf" if form == "gguf" else None if layout is None else layout.method
     dummy = model.load_format == "dummy"
@@ -78,10 +81,17 @@ def _check_quantization(model: ModelConfig, name: str, model_config: Mapping[str
     return asked
 
 
-def _with_quantization(model: ModelConfig, name: str, wanted: str) -> ModelConfig:
+def _has_device(machine: Hardware, kind: str) -> bool:
+    """Whether there is such a device, as far as that can be seen without torch."""
+    return kind in ("cpu", machine.device) or bool(capacity.gpus())
+
+
+def _with_quantization(model: ModelConfig, name: str, wanted: str, *, told: bool) -> ModelConfig:
+    """`told`: the user is told what is not as wanted (where there is no device, that is all there is to say)."""
     if wanted != "none" and (model.device != "cpu" or native() is None):
         why = "on a GPU" if model.device != "cpu" else f"here: products are {choice().reason}"
-        log.warning("The weights of %s are computed in %s, not as %s, %s.", name, model.dtype, wanted, why)
+        if told:
+            log.warning("The weights of %s are computed in %s, not as %s, %s.", name, model.dtype, wanted, why)
         wanted = "none"
     return dataclasses.replace(model, quantization=wanted)
 
@@ -148,12 +158,17 @@ def dry_run(
     if checkpoint is None and asked not in ("none", "int8"):
         log.warning("How much of %s is %s only its weights tell: planned as numbers.", name, asked)
         asked = "none"
-    config = dataclasses.replace(config, model=_with_quantization(config.model, name, asked))
-    spec = with_stored(spec, checkpoint, config.model.quantization)
     known = devices or _of_this_machine(config)
+    config = dataclasses.replace(config, model=_with_quantization(config.model, name, asked, told=bool(known)))
+    spec = with_stored(spec, checkpoint, config.model.quantization)
     if known and not devices and known[0].kind == "cpu":
-        each = read_speed(machine.cores) / len(known)
+        each = capacity.read_speed(machine.cores) / len(known)
         known = tuple(dataclasses.replace(device, speed=each) for device in known)
+    if not known and not _is_elsewhere(config.parallel):
+        raise ConfigError(
+            "The device is cuda, but nvidia-smi shows no GPU here for every rank.",
+            fix="Use --device cpu, or describe the GPUs: --declare-device name=a10,memory=24G",
+        )
     if not known:
         raise ConfigError(
             "What devices the ranks would have is not known.", fix="Describe them: --declare-device name=a10,memory=24G"
@@ -169,7 +184,7 @@ def dry_run(
 
 def is_shared_out_later(parallel: ParallelConfig) -> bool:
     """Whether `shared_out` has something to decide; `parallel` is as `with_layout` left it."""
-    return _is_elsewhere(parallel) and is_wanted(parallel)
+    return _is_elsewhere(parallel) and capacity.is_wanted(parallel)
 
 
 def shared_out(config: EngineConfig, spec: DecoderSpec, measured: Sequence[sharing.Measured]) -> tuple[Layout, str]:

@@ -3,6 +3,7 @@ what they compute, what each rank reads and holds, and what is refused."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -30,9 +31,13 @@ from phalanx.models.registry import read_spec
 from phalanx.models.shares import weight_bytes
 from phalanx.models.split import Split
 from phalanx.models.stored import with_stored
+from phalanx.planner.hardware import detect
 from phalanx.planner.resolution import resolved
 from phalanx.quantization.base import Unquantized, choose_scheme
+from phalanx.worker.capacity import Gpu
+from phalanx.worker.limits import Memory
 from tests.helpers.decoders import decoder_of, random_ids
+from tests.helpers.server import demo_checkpoint
 from tests.helpers.split_decoders import split_outcomes
 from tests.helpers.stepping import Driver
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -278,8 +283,9 @@ def test_layers_that_were_left_out_stay_plain(tmp_path: Path) -> None:
     assert plain_down.nbytes == 256 * 512 * 4 > 5 * packed_down.nbytes
 
 
-def _resolved(path: Path, **model: Any) -> ModelConfig:
-    return resolved(EngineConfig(model=ModelConfig(model=str(path), device="cpu", **model)), locate(str(path))).model
+def _resolved(path: Path, device: str = "cpu", **model: Any) -> ModelConfig:
+    config = EngineConfig(model=ModelConfig(model=str(path), device=device, **model))
+    return resolved(config, locate(str(path))).model
 
 
 def test_what_a_start_makes_of_it(made: Callable[[str], Made], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,6 +302,23 @@ def test_what_a_start_makes_of_it(made: Callable[[str], Made], monkeypatch: pyte
             _resolved(path, quantization=wrong)
     monkeypatch.setattr("phalanx.planner.resolution.native", lambda: None)
     assert _resolved(path).quantization == "none"
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_gpu_that_is_not_there_is_not_said_to_compute(
+    made: Callable[[str], Made], gpus: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine = dataclasses.replace(detect(), device="cpu")
+    monkeypatch.setattr("phalanx.planner.resolution.detect", lambda: machine)
+    monkeypatch.setattr("phalanx.worker.capacity.gpus", lambda: [Gpu("x", Memory(2**30, 2**30))] * gpus)
+    assert _resolved(made("gptq").path, device="cuda").quantization == "none"
+    assert ("not as gptq, on a GPU" in caplog.text) == bool(gpus)
+
+
+def test_a_format_that_the_files_do_not_have_is_refused(made: Callable[[str], Made]) -> None:
+    assert _resolved(made("gptq").plain, load_format="safetensors").quantization == "none"
+    with pytest.raises(ConfigError, match=r"--load-format is safetensors, but .* is a GGUF file"):
+        _resolved(demo_checkpoint().weight_files[0], load_format="safetensors")
 
 
 # -- what is wrong with a checkpoint ----------------------------------------------------------------------------------
