@@ -19,9 +19,11 @@ def run(argv: list[str]) -> int:
 def show(config: EngineConfig) -> int:
     """Print the plan. Raises UserError when there is none."""
     from phalanx.checkpoint.locate import locate_config, locate_tokenizer
+    from phalanx.engine.resolution import check_named
     from phalanx.planner.resolution import dry_run
 
     wanted = config.model
+    check_named(config)
     name, model_config, checkpoint = locate_config(wanted.model, revision=wanted.revision)
     if wanted.tokenizer is not None:
         from phalanx.text.tokenizer import from_folder

@@ -11,6 +11,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from phalanx.config import EngineConfig, ServerConfig
+from phalanx.engine.routing import make_routing
+from phalanx.engine.scheduling import make_policy
 from phalanx.errors import ConfigError
 from phalanx.layout_rules import check_transport
 
@@ -31,6 +33,18 @@ def resolved(config: EngineConfig, checkpoint: Checkpoint) -> EngineConfig:
 
     check_transport(config.parallel)
     return resolution.resolved(_with_ray(config), checkpoint)
+
+
+def check_named(config: EngineConfig) -> None:
+    """That what is named is there: parts that a package may supply, the chat template. Raises ConfigError."""
+    from phalanx.text.chat_template import check_syntax, load_source
+
+    check_transport(config.parallel)
+    make_policy(config.scheduler.scheduling_policy)
+    make_routing(config.parallel.routing_policy)
+    template = load_source(config.model.chat_template, None)
+    if template is not None:
+        check_syntax(template)
 
 
 def splitter(config: EngineConfig) -> Choose:

@@ -246,6 +246,19 @@ def test_config_check_finds_what_no_model_would_mend(arguments, complaint, capsy
     assert complaint in capsys.readouterr().err
 
 
+def test_who_only_answers_for_others_is_told_what_is_ignored(capsys, monkeypatch):
+    monkeypatch.setattr("phalanx.server.run.serve", lambda config: 0)
+    engine = ["-tp", "2", "--dtype", "float32", "--block-size", "32", "--max-num-batched-tokens", "64"]
+    own = ["--served-model-name", "m", "--max-num-seqs", "4", "--encrypt-transport", "--hang-timeout", "5"]
+    assert main(["serve", "--router", "10.0.0.1", *own]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["serve", "--router", "10.0.0.1", *own, *engine]) == 0
+    assert capsys.readouterr().err == (
+        "warning: --dtype, --block-size, --max-num-batched-tokens, --tensor-parallel-size: ignored with --router, the "
+        "machine of the engines decides.\n"
+    )
+
+
 def test_who_only_answers_for_others_runs_no_ranks(capsys):
     node = ["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
     assert main(["serve", "--router", "10.0.0.1", "--headless", *node]) == 1

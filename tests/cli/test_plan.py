@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 
@@ -86,6 +87,46 @@ def test_devices_may_come_from_a_variable(monkeypatch, capsys):
 def test_a_tokenizer_of_its_own_must_be_there(command, capsys, tmp_path):
     assert "There is no file or folder '/nowhere/else'" in refused([*command, "--tokenizer", "/nowhere/else"], capsys)
     assert f"There is no tokenizer in {tmp_path}" in refused([*command, "--tokenizer", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--scheduling-policy", "none-such"], "--scheduling-policy is 'none-such'"),
+        (["--routing-policy", "none-such"], "--routing-policy is 'none-such'"),
+        (["--transport", "none-such"], "--transport is 'none-such'"),
+        (["--chat-template", "/nowhere.jinja"], "The chat template '/nowhere.jinja' cannot be read"),
+        (["--chat-template", "{% if"], "The chat template has a syntax error"),
+    ],
+)
+def test_what_is_named_must_be_there(command, arguments, complaint, capsys):
+    assert complaint in refused([*command, *TWO, *arguments], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--host", "192.0.2.1"], "192.0.2.1 is not an address of this machine"),
+        (["--port", "65536"], "between 0 and 65535"),
+        (["--ssl-keyfile", "key.pem"], "TLS needs a key and a certificate"),
+        (["--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1"], "Node 1 cannot serve"),
+        (["--router", "10.0.0.1"], "--router runs no engine"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_start_would(arguments, complaint, capsys):
+    assert complaint in refused(["serve", str(QWEN_14B), "--dry-run", *TWO, "-tp", "2", *arguments], capsys)
+
+
+def test_a_dry_run_does_not_mind_a_port_in_use(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "20,848 tokens" in shown(["serve", str(QWEN_14B), "--dry-run", *TWO, "--port", port], capsys)
+
+
+def test_a_missing_gpu_is_all_there_is_to_say(capsys, caplog, monkeypatch):
+    monkeypatch.setattr("phalanx.worker.capacity.gpus", lambda: [])
+    assert "no GPU here" in refused(["plan", "--device", "cuda"], capsys)
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
