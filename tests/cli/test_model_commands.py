@@ -81,7 +81,7 @@ def test_generate_from_a_file_with_stop_and_stats(tmp_path, capsys):
         (["generate", "x", "--temperature", "3"], None, "temperature"),
         (["chat", "--url", "ftp://x"], None, "not the address of a server"),
         (["chat", "--url", "http://127.0.0.1:9"], None, "No server answers"),
-        (["generate", "x", "--seed", "99999999999999999999"], None, "`seed` is too large"),
+        (["generate", "x", "--seed", "99999999999999999999"], None, "error: --seed is too large"),
         (["generate", "x", "--chat-template", "/nowhere"], None, "cannot be read: No such file or directory. Give"),
         (
             ["bench", "latency", "--input-len", "9999g", *SMALL],
