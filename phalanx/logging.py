@@ -14,6 +14,8 @@ import sys
 import time
 from typing import IO
 
+from phalanx.lossy_output import LossyOutput
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
@@ -76,7 +78,13 @@ def configure(
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    handler.setFormatter(JsonFormatter(tag) if format == "json" else TextFormatter(tag))
+    formatter = JsonFormatter(tag) if format == "json" else TextFormatter(tag)
+    handler.setFormatter(formatter)
+    if isinstance(raw := getattr(handler.stream, "buffer", None), LossyOutput):
+        said = "%d line(s) of output were lost: nobody read them."
+        raw.notice = lambda lost: formatter.format(
+            logger.makeRecord(logger.name, logging.WARNING, __file__, 0, said, (lost,), None)
+        )
     logger.addHandler(handler)
     logger.setLevel(level.upper())
     logger.propagate = False

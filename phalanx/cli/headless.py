@@ -7,6 +7,7 @@ import sys
 from phalanx.config import EngineConfig
 from phalanx.errors import ConfigError
 from phalanx.logging import configure
+from phalanx.lossy_output import never_wait
 
 
 def run_node(config: EngineConfig) -> int:
@@ -19,6 +20,7 @@ def run_node(config: EngineConfig) -> int:
             "--headless needs to know where it belongs.",
             fix="Give --nnodes (2 or more), --node-rank (1 or more) and --master-addr, the address of node 0.",
         )
+    never_wait()
     configure(config.server.log_level, config.server.log_format)
 
     def say(text: str) -> None:

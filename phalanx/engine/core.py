@@ -54,6 +54,7 @@ from phalanx.executor.base import CacheLayout, StartProgress, WorkerDied
 from phalanx.executor.choose import make_executor
 from phalanx.executor.kept_image import Line
 from phalanx.logging import configure
+from phalanx.lossy_output import never_wait
 
 if TYPE_CHECKING:
     from phalanx.executor.multiprocess import SupervisorProcess
@@ -367,6 +368,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     end_with_parent(options.parent)
+    never_wait()
     if options.cores:  # before torch counts them
         os.sched_setaffinity(0, {int(core) for core in options.cores.split(",")})
     os.set_inheritable(options.fd, False)

@@ -34,6 +34,7 @@ from phalanx.errors import PhalanxError
 from phalanx.executor.death import MemoryKills, describe
 from phalanx.executor.kept_image import KeptImage, Line, socket_pair
 from phalanx.executor.messages import RankStart
+from phalanx.lossy_output import never_wait
 
 _PR_SET_PDEATHSIG = 1
 
@@ -282,6 +283,7 @@ def main() -> int:
     parser.add_argument("--zygote", action="store_true", help="ranks will be forked")
     parser.add_argument("--rank", type=int, metavar="FD", help="be a rank, as told on standard input; last words to FD")
     arguments = parser.parse_args()
+    never_wait()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if arguments.rank is not None or arguments.thread_stays:
         die_with_parent(arguments.parent)

@@ -30,6 +30,7 @@ from phalanx.engine.front_messages import Alive, Counted, Drain, Ready, ServerPr
 from phalanx.engine.parent import end_with_parent
 from phalanx.errors import PhalanxError
 from phalanx.logging import configure
+from phalanx.lossy_output import never_wait
 from phalanx.metrics.counts import Counts, counts
 from phalanx.server.app import create_app
 from phalanx.server.http import HttpFront
@@ -169,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     for descriptor in (options.fd, options.listener, options.places):
         os.set_inheritable(descriptor, False)
     own_threads = set(threading.enumerate())
+    never_wait()
     connection, listener = socket.socket(fileno=options.fd), socket.socket(fileno=options.listener)
     name = f"{options.number}.{options.life}."
     code = run_to_end(_run(connection, listener, options.places, options.number, name))

@@ -23,6 +23,7 @@ from phalanx.config import EngineConfig
 from phalanx.engine.async_engine import AsyncEngine
 from phalanx.engine.client import EngineInfo, EngineLost
 from phalanx.logging import configure
+from phalanx.lossy_output import never_wait
 from phalanx.server.app import create_app
 from phalanx.server.http import FLUSH_S, HttpFront, say_draining
 from phalanx.server.listening import bind, check, tls_context
@@ -42,6 +43,7 @@ def serve(config: EngineConfig) -> int:
     """Serve until a signal; returns the exit code. Raises ConfigError for an address or a certificate that cannot be
     used, UserError when the model cannot be loaded; nothing is left running then."""
     own_threads = set(threading.enumerate())
+    never_wait()
     configure(config.server.log_level, config.server.log_format)
     check(config.server)
     tls = tls_context(config.server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -25,13 +26,32 @@ class Serve:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(environment or {})},
         )
         self.lines: list[str] = []
+        self._reads, self._waits = threading.Event(), threading.Event()
+        self._reads.set()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
+            if not self._reads.is_set():
+                self._waits.set()
+                self._reads.wait()
             self.lines.append(line.rstrip("\n"))
+
+    def stop_reading(self) -> None:
+        """The pipe of its output is full when this returns. `read_on` ends it."""
+        assert self.process.stdout is not None
+        self._waits.clear()
+        self._reads.clear()
+        writer = os.open(f"/proc/self/fd/{self.process.stdout.fileno()}", os.O_WRONLY | os.O_NONBLOCK)
+        _fill(writer)  # of which the reader takes a part, if it was not waiting yet
+        assert self._waits.wait(30)
+        _fill(writer)
+        os.close(writer)
+
+    def read_on(self) -> None:
+        self._reads.set()
 
     @property
     def output(self) -> str:
@@ -58,6 +78,13 @@ class Serve:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+def _fill(writer: int) -> None:
+    for size in (4096, 1):
+        with contextlib.suppress(BlockingIOError):
+            while os.write(writer, b"-" * (size - 1) + b"\n"):
+                pass
 
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -247,6 +248,33 @@ def test_a_second_signal_ends_the_process_and_each_stream_with_an_error(number: 
         assert all_gone(children)
     finally:
         serve.kill()
+
+
+def test_output_that_nobody_reads_costs_lines_and_nothing_else() -> None:
+    serve = Serve("--port", "0", "--access-log", *SMALL)
+    try:
+        base = serve.base()
+        engine = httpx.get(f"{base}/status").json()["engine"]["pid"]
+        serve.stop_reading()
+        body = {"prompt": "Once upon a time", "max_tokens": 4, "ignore_eos": True}
+        with httpx.Client(base_url=base, timeout=60) as client:
+            for _ in range(3):
+                assert client.get("/v1/models").status_code == 200
+            os.kill(engine, signal.SIGKILL)  # of which there is much to say, and another process to say it
+            assert client.post("/v1/completions", json=body).status_code == 200
+            serve.read_on()
+
+            def told() -> bool:
+                assert client.get("/v1/models").status_code == 200
+                return any(int(count) > 3 for count in re.findall(r"(\d+) line\(s\) of output were lost", serve.output))
+
+            assert wait_until(told, 30), serve.output
+            serve.stop_reading()
+            serve.process.send_signal(signal.SIGTERM)
+            assert serve.process.wait(30) == 0
+    finally:
+        serve.kill()
+        serve.read_on()
 
 
 @pytest.mark.parametrize(
