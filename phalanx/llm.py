@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -74,6 +75,19 @@ class _Job:
         return merged(held) if len(held) > 1 else output
 
 
+_living: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+def _in_a_fork() -> None:
+    """A thread that has the turn is not in the fork, which would wait for it for ever; and its step is torn."""
+    for llm in _living:
+        if llm._turn.locked():
+            llm._turn, llm._home = threading.Lock(), os.getppid()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
+
+
 class LLM:
     """A loaded model. Raises UserError when it cannot be loaded: ConfigError for an unknown option, CheckpointError,
     UnsupportedModel, NotEnoughMemory.
@@ -98,7 +112,7 @@ class LLM:
         self._closed = False
         alone = self.info.executor == "inprocess" and isinstance(self._engine, Engine)
         self._home = None if alone else os.getpid()
-        """The process whose child processes compute; a fork of it must leave them alone."""
+        """The process whose child processes compute, or threads did at a fork; a fork of it must leave them alone."""
         self._turn = threading.Lock()
         self._grammars: GrammarCompiler | None = None
         self._inputs = InputProcessor(
@@ -110,6 +124,7 @@ class LLM:
         )
         self._outputs = OutputProcessor(self.tokenizer)
         self._count = itertools.count()
+        _living.add(self)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` uses when given none: 16 tokens, the rest as the model's generation_config.json says."""

@@ -366,6 +366,28 @@ def test_a_fork_leaves_the_ranks_to_its_parent(model):
         assert llm._engine.status().epoch == 0
 
 
+def test_a_fork_does_not_wait_for_a_thread_of_its_parent(model):
+    with LLM(model, dtype="float32", kv_cache_memory_bytes="8M") as llm:
+        expected = answers(llm.generate("hello", params()))
+        llm._turn.acquire()  # as a thread has it that generates
+        child = os.fork()
+        if child:
+            llm._turn.release()
+        else:
+            code = 1
+            try:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(60)
+                with pytest.raises(EngineDead, match="fork"):
+                    llm.generate("hello", params())
+                llm.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(child, 0)[1] == 0
+        assert answers(llm.generate("hello", params())) == expected
+
+
 def test_generation_config_gives_the_defaults(tmp_path):
     folder = str(write_tiny_model(tmp_path / "m", generation_config={"temperature": 0.5, "top_k": 7}))
     with LLM(folder, dtype="float32", kv_cache_memory_bytes="1M") as llm:
