@@ -1,11 +1,12 @@
 """Processes for work that somebody else has written: a chat template, a grammar. They can be killed, and are.
 
 A thread cannot be ended and C code cannot be interrupted; a process can. A pool keeps a few, starts them when first
-needed, gives each one job at a time, and kills one whose job takes too long. A process has little memory, none of the
-parent's environment, and ends with its parent.
+needed, gives each one job at a time, and has one killed whose job takes too long. That is counted in processor time, by
+the kernel: a job that has to wait for a processor is not at fault. A process has little memory, none of the parent's
+environment, and ends with its parent.
 
-Between parent and child go frames: a 4-byte big-endian length and that much JSON. Does not say what jobs are: the child
-is a module with a `main` that calls `serve`.
+Between parent and child go frames: a 4-byte big-endian length and that much JSON; before a job's frame go the seconds
+that it may take. Does not say what jobs are: the child is a module with a `main` that calls `serve`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import select
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -27,6 +29,9 @@ from phalanx.errors import Unavailable
 
 _START_S = 30.0
 """Time for a process to start on a busy machine; it is never part of a job's time."""
+_WAIT_S = 30.0
+"""The longest that an answer is waited for. A job that has not used up its processor time by then was not given it."""
+_SECONDS = struct.Struct(">d")
 _ALARM_S = 60
 """A job that outlives its parent ends after this long."""
 
@@ -34,7 +39,7 @@ Frame = dict[str, Any]
 
 
 class Late(Exception):
-    """The job took longer than allowed; its process has been killed."""
+    """The job took more processor time than allowed; its process has been killed."""
 
 
 class Gone(Exception):
@@ -54,9 +59,9 @@ class KillablePool:
         self._closed = False
         self._finalizer = weakref.finalize(self, _close, self._idle)
 
-    def ask(self, request: Frame, timeout_s: float) -> Frame:
+    def ask(self, request: Frame, processor_s: float) -> Frame:
         """The answer to `request`. Raises Late or Gone, ValueError for what JSON cannot express, and Unavailable when
-        no process can be started."""
+        no process can be started, or it is kept from running."""
         try:
             data = json.dumps(request).encode("ascii")
         except (TypeError, RecursionError) as error:
@@ -64,8 +69,8 @@ class KillablePool:
         with self._slots:
             if (process := self._take()) is not None:
                 with contextlib.suppress(Gone):  # somebody may have killed it while it was idle: try a new one
-                    return self._run(process, data, timeout_s)
-            return self._run(self._new(), data, timeout_s)
+                    return self._run(process, data, processor_s)
+            return self._run(self._new(), data, processor_s)
 
     def start(self) -> None:
         """Have one process ready, so that the first job does not wait for it. Raises Unavailable."""
@@ -79,8 +84,8 @@ class KillablePool:
             self._closed = True
         self._finalizer()
 
-    def _run(self, process: _Process, data: bytes, timeout_s: float) -> Frame:
-        answer = process.ask(data, timeout_s)
+    def _run(self, process: _Process, data: bytes, processor_s: float) -> Frame:
+        answer = process.ask(data, processor_s)
         self._keep(process)
         return answer
 
@@ -89,7 +94,7 @@ class KillablePool:
         try:
             process = _Process(self._arguments)
             process.ask(first, _START_S)
-        except (Late, Gone, OSError):
+        except (Late, Gone, Unavailable, OSError):
             raise Unavailable("A helper process could not be started; the machine may be out of memory.") from None
         return process
 
@@ -130,15 +135,17 @@ class _Process:
         os.set_blocking(self._in, False)
         os.set_blocking(self._out, False)
 
-    def ask(self, data: bytes, timeout_s: float) -> Frame:
-        deadline = time.monotonic() + timeout_s
+    def ask(self, data: bytes, processor_s: float) -> Frame:
+        deadline = time.monotonic() + _WAIT_S
         try:
-            self._write(len(data).to_bytes(4, "big") + data, deadline)
+            self._write(_SECONDS.pack(processor_s) + len(data).to_bytes(4, "big") + data, deadline)
             size = int.from_bytes(self._read(4, deadline), "big")
             answer: Frame = json.loads(self._read(size, deadline))
             return answer
-        except BaseException:
+        except BaseException as error:
             self.kill()
+            if isinstance(error, Gone) and self._process.returncode == -signal.SIGPROF:
+                raise Late from None
             raise
 
     def kill(self) -> None:
@@ -178,7 +185,7 @@ def _await(descriptor: int, event: int, deadline: float) -> None:
     poll = select.poll()
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-        raise Late
+        raise Unavailable("The machine is too busy: a helper process was not given the processor time that it needs.")
 
 
 def serve(handle: Callable[[Frame], Frame], memory_bytes: int) -> None:
@@ -188,13 +195,15 @@ def serve(handle: Callable[[Frame], Frame], memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    while len(head := source.read(4)) == 4:
-        size = int.from_bytes(head, "big")
+    while len(head := source.read(_SECONDS.size + 4)) == _SECONDS.size + 4:
+        (seconds,), size = _SECONDS.unpack_from(head), int.from_bytes(head[_SECONDS.size :], "big")
         body = source.read(size)
         if len(body) < size:
             return
         signal.alarm(_ALARM_S)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         reply = json.dumps(handle(json.loads(body))).encode("ascii")
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
         target.write(len(reply).to_bytes(4, "big") + reply)
         target.flush()

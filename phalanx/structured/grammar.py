@@ -31,7 +31,7 @@ _KEPT = 32
 """Compiled grammars kept for reuse; the least recently used goes first."""
 _KEPT_VERDICTS = 1024
 _TRIAL_S = 5.0
-"""Time in which a grammar must be compiled. Real ones take milliseconds, the largest allowed about half a second."""
+"""Processor time in which a grammar must be compiled. Real ones take milliseconds, the largest half a second."""
 _MEMORY = 3 << 30
 """Bytes of address space of a process that tries grammars, vocabulary included."""
 
@@ -137,7 +137,8 @@ class GrammarCompiler:
         )
 
     def validate(self, structured: StructuredOutputs) -> None:
-        """Raises InvalidRequest when it is too large, too deep, malformed, or takes too much time or memory.
+        """Raises InvalidRequest when it is too large, too deep, malformed, or takes too much time or memory, and
+        Unavailable when the machine is too busy to try it.
 
         Takes milliseconds as a rule and waits for another process: call it in a thread. The first call starts that
         process (about half a second). Equal wishes are tried once, unless their trial did not come to an end: that
@@ -151,7 +152,9 @@ class GrammarCompiler:
             try:
                 verdict = self._trial(wanted)
             except Late:
-                raise _refused(f"it takes longer than {_TRIAL_S:g} seconds to compile", wanted) from None
+                raise _refused(
+                    f"it takes longer than {_TRIAL_S:g} seconds of processor time to compile", wanted
+                ) from None
             except Gone:
                 raise _refused("it is too complex", wanted) from None
             with self._lock:

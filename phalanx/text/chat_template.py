@@ -1,8 +1,8 @@
 """Chat templates: messages to the prompt a model was trained on.
 
 A template is a program that came with the model. It is rendered in a sandbox, in a process of its own
-(`template_worker`) that is killed when it takes longer than allowed, and whose text and memory are limited. Templates
-sent by clients are not the business of this module; the server refuses them.
+(`template_worker`) that is killed when it computes longer than allowed, and whose text and memory are limited.
+Templates sent by clients are not the business of this module; the server refuses them.
 
 Also flattens message content given in parts. Does not fetch images, and does not read tool calls back from an answer.
 """
@@ -39,7 +39,8 @@ class ChatTemplate:
         processes: int = 2,
     ):
         """`source` None stands for a model without a template: `render` then says what to do. At most `processes`
-        renders run at the same time. Raises ConfigError when the template is too long or has a syntax error."""
+        renders run at the same time, and each may use `timeout_s` of processor time. Raises ConfigError when the
+        template is too long or has a syntax error."""
         self.source = source
         self._special_tokens = dict(special_tokens or {})
         self._timeout_s = timeout_s
@@ -68,7 +69,8 @@ class ChatTemplate:
         """The prompt for `messages`. `kwargs` are further variables of the template.
 
         Raises InvalidRequest when there is no template, when the template refuses the messages (with its own words)
-        or fails on them, and when the text grows too long or takes too long.
+        or fails on them, and when the text grows too long or takes too long. Raises Unavailable when the machine is too
+        busy to render it.
         """
         if self.source is None:
             raise InvalidRequest(
@@ -99,7 +101,9 @@ class ChatTemplate:
             kind, detail = reply["kind"], " ".join(reply["error"].split())[:500]
         match kind:
             case "time":
-                why = f"The chat template took longer than the {self._timeout_s:g} seconds it may take."
+                why = (
+                    f"The chat template took longer than the {self._timeout_s:g} seconds of processor time it may take."
+                )
             case "size":
                 why = f"The chat template made more than {self._max_output} characters, or needed too much memory."
             case "security":

@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 
-from phalanx.errors import ConfigError, InvalidRequest
+from phalanx import killable
+from phalanx.errors import ConfigError, InvalidRequest, Unavailable
 from phalanx.text.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -203,6 +204,20 @@ def test_others_are_served_while_a_template_is_being_ended(template_of):
     thread.join()
     assert answered > 20
     assert "longer than the 3 seconds" in str(errors[0])
+
+
+def test_a_process_that_gets_no_processor_is_not_the_fault_of_the_request(template_of, monkeypatch):
+    template = template_of("{{ messages[0].content }}", timeout_s=0.1)
+    before = {child.pid for child in psutil.Process().children()}
+    template.start()
+    (process,) = [child for child in psutil.Process().children() if child.pid not in before]
+    process.suspend()
+    with monkeypatch.context() as patched:
+        patched.setattr(killable, "_WAIT_S", 0.3)
+        with pytest.raises(Unavailable) as refused:
+            template.render(MESSAGES)
+    assert refused.value.retry_after is not None
+    assert template.render(MESSAGES) == "hi"
 
 
 def test_an_ended_process_is_gone(template_of):

@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from phalanx import killable
 from phalanx.errors import Unavailable
 from phalanx.killable import Gone, KillablePool, Late
 
@@ -24,6 +25,10 @@ def handle(request):
             time.sleep(request["seconds"])
         case "spin":
             while True: pass
+        case "spin for":
+            end = time.process_time() + request["seconds"]
+            while time.process_time() < end: pass
+            return {"pid": os.getpid()}
         case "exit":
             os._exit(3)
         case "eat":
@@ -70,17 +75,39 @@ def test_a_process_is_kept_for_the_next_job(pool_of):
     assert first["pid"] == second["pid"]
 
 
-@pytest.mark.parametrize("job", [{"do": "spin"}, {"do": "sleep", "seconds": 60}])
-def test_a_job_that_takes_too_long(pool_of, job):
+def test_a_job_that_takes_too_long(pool_of):
     pool = pool_of()
     pool.start()
     before = children()
     started = time.monotonic()
     with pytest.raises(Late):
-        pool.ask(job, 0.3)
+        pool.ask({"do": "spin"}, 0.3)
     assert time.monotonic() - started < 5
     assert len(children()) == len(before) - 1
     assert pool.ask({"do": "echo", "value": 1}, 10)["value"] == 1
+
+
+def test_a_job_that_is_never_done_without_computing(pool_of, monkeypatch):
+    pool = pool_of()
+    pool.start()
+    before = children()
+    with monkeypatch.context() as patched:
+        patched.setattr(killable, "_WAIT_S", 0.3)
+        with pytest.raises(Unavailable, match="too busy"):
+            pool.ask({"do": "sleep", "seconds": 60}, 10)
+    assert len(children()) == len(before) - 1
+    assert pool.ask({"do": "echo", "value": 1}, 10)["value"] == 1
+
+
+def test_a_job_that_waits_is_not_late(pool_of):
+    """Nor is one that is not scheduled: only the time is counted in which it computes."""
+    assert pool_of().ask({"do": "sleep", "seconds": 0.5}, 0.2) == {}
+
+
+def test_each_job_has_its_own_time(pool_of):
+    pool = pool_of()
+    pids = {pool.ask({"do": "spin for", "seconds": 0.2, "value": 1}, 0.5)["pid"] for _ in range(4)}
+    assert len(pids) == 1
 
 
 @pytest.mark.parametrize("job", [{"do": "exit"}, {"do": "raise"}, {"do": "eat", "bytes": 1 << 40}])

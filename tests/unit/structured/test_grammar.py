@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.checkpoint.locate import locate
 from phalanx.config import LimitsConfig
-from phalanx.errors import InvalidRequest
+from phalanx.errors import InvalidRequest, Unavailable
 from phalanx.sampling_params import StructuredOutputs
 from phalanx.structured.grammar import Grammar, GrammarCompiler
 from phalanx.text import sentencepiece_model as spm
@@ -388,8 +388,8 @@ def test_a_grammar_is_tried_again_where_its_trial_did_not_end(tokenizer, monkeyp
     (worker,) = set(psutil.Process().children()) - before
     worker.suspend()
     with monkeypatch.context() as patch:
-        patch.setattr("phalanx.structured.grammar._TRIAL_S", 0.2)
-        with pytest.raises(InvalidRequest, match="longer than"):
+        patch.setattr("phalanx.killable._WAIT_S", 0.2)
+        with pytest.raises(Unavailable, match="too busy"):
             made.validate(wanted)
     made.validate(wanted)
     made.close()
