@@ -3,8 +3,8 @@
 The kernel does not say so to the parent; it counts. A control group counts the processes that it lost that way
 (`oom_kill`, in cgroup v1 and v2), whichever limit was reached, its own or the machine's; where no group counts, the
 machine's own count can only hint. Counts are looked at now and then, so that only what happened lately is blamed: a
-process that has much memory, or little of a busy processor, takes its time to end. Reads files under `/proc` and `/sys`
-only.
+process that has much memory, or little of a busy processor, takes its time to end. A group's count explains as many
+deaths, the first ones; it does not say whose they were. Reads files under `/proc` and `/sys` only.
 """
 
 from __future__ import annotations
@@ -70,13 +70,17 @@ class MemoryKills:
             self._samples.popleft()
 
     def blame(self, process: int) -> str | None:
-        """Why the kernel has just ended `process`, if it was for want of memory."""
+        """Why `process`, which SIGKILL has just ended, was killed, if it was for want of memory. Ask once."""
         found = self._processes.pop(process, self._unseen)
         folders, samples = found.folders, [sample for sample in self._samples if sample.at >= found.since]
         count = _count(folders[0]) if folders else None
         if count is not None:
-            if count <= next((s.groups[folders[0]] for s in samples if folders[0] in s.groups), count):
+            before = next((s.groups[folders[0]] for s in samples if folders[0] in s.groups), count)
+            if count <= before:
                 return None
+            for sample in self._samples:  # as if this kill had been counted before: it explains no other death
+                if folders[0] in sample.groups:
+                    sample.groups[folders[0]] = max(sample.groups[folders[0]], before + 1)
             limited = (number(folder / name) for folder in folders for name in _LIMITS)
             if limits := [limit for limit in limited if limit is not None and limit < UNLIMITED]:
                 return (

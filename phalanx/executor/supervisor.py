@@ -220,10 +220,9 @@ class Supervisor:
     def _reap(self, pidfd: int) -> None:
         child = self._ranks.pop(pidfd)
         os.close(pidfd)
-        blame = self._memory_kills.blame(child.pid)
         _, status = os.waitpid(child.pid, 0)
-        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            blame = None  # the kernel's way is another; memory ran out elsewhere at that time
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL  # as the kernel does
+        blame = self._memory_kills.blame(child.pid) if killed else None
         said = self._images.setdefault(child.rank, KeptImage()).take(child.words, child.start.share)
         send(self._sock, Ended(child.rank, child.pid, describe(status, blame or said or None)))
 

@@ -25,8 +25,9 @@ START = RankStart(2, Address(-1, node_id(), "nowhere"), b"")
     ],
 )
 def test_memory_is_blamed_for_what_the_kernel_does_then(command: str, cause: str, monkeypatch) -> None:
-    """It ran out somewhere on this machine at that time."""
-    monkeypatch.setattr(supervisor.MemoryKills, "blame", lambda self, process: "out of memory")
+    """It ran out somewhere on this machine at that time. Nothing else uses up what the kernel counted."""
+    asked: list[int] = []
+    monkeypatch.setattr(supervisor.MemoryKills, "blame", lambda self, process: asked.append(process) or "out of memory")
     ours, theirs = socket.socketpair()
     words, pen = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     pen.close()
@@ -38,3 +39,4 @@ def test_memory_is_blamed_for_what_the_kernel_does_then(command: str, cause: str
         watcher._reap(pidfd)
         child.returncode = 0  # it is reaped
         assert decode_from_supervisor(receive(ours) or b"") == Ended(2, child.pid, cause)
+    assert asked == ([child.pid] if "KILL" in command else [])

@@ -331,6 +331,30 @@ class TestWords:
             kills.look([7, 8])
         assert kills.blame(7) is not None and kills.blame(8) is None
 
+    def test_of_memory_as_often_as_the_kernel_counted(self, tmp_path):
+        """Whoever is killed otherwise at that time is not counted in, nor is one that started in between left out."""
+        counts = tmp_path / "sys/fs/cgroup/memory/a/memory.oom_control"
+        counts.parent.mkdir(parents=True)
+        counts.write_text("oom_kill 4\n")
+        for process in range(6):
+            (tmp_path / f"proc/{process}").mkdir(parents=True)
+            (tmp_path / f"proc/{process}/cgroup").write_text("4:memory:/a\n")
+        kills = MemoryKills(tmp_path)
+        kills.look([0, 1, 2])
+        counts.write_text("oom_kill 5\n")
+        kills.look([0, 1, 2])
+        assert kills.blame(0) is not None
+        kills.look([1, 2])
+        assert kills.blame(1) is None
+        kills.look([2, 3])
+        counts.write_text("oom_kill 7\n")
+        assert [kills.blame(process) is not None for process in (2, 3)] == [True, True]
+        kills.look([4])
+        counts.write_text("oom_kill 8\n")
+        kills.look([4, 5])
+        counts.write_text("oom_kill 9\n")
+        assert [kills.blame(process) is not None for process in (4, 5)] == [True, True]
+
 
 SCRIPT = """
 import sys
