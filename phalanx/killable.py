@@ -53,11 +53,13 @@ class KillablePool:
         """`setup` gives a first frame for each new process; it answers that one like any other."""
         self._arguments = [module, str(memory_bytes)]
         self._setup = setup
+        self._size = size
         self._slots = threading.BoundedSemaphore(size)
         self._idle: list[_Process] = []
         self._lock = threading.Lock()
         self._closed = False
         self._finalizer = weakref.finalize(self, _close, self._idle)
+        _pools.add(self)
 
     def ask(self, request: Frame, processor_s: float) -> Frame:
         """The answer to `request`. Raises Late or Gone, ValueError for what JSON cannot express, and Unavailable when
@@ -84,6 +86,12 @@ class KillablePool:
             self._closed = True
         self._finalizer()
 
+    def begin_anew(self) -> None:
+        """In a fork: the processes are the parent's, and threads that hold a lock are not there."""
+        self._slots, self._lock = threading.BoundedSemaphore(self._size), threading.Lock()
+        while self._idle:
+            self._idle.pop().leave()
+
     def _run(self, process: _Process, data: bytes, processor_s: float) -> Frame:
         answer = process.ask(data, processor_s)
         self._keep(process)
@@ -108,6 +116,17 @@ class KillablePool:
                 self._idle.append(process)
                 return
         process.kill()
+
+
+_pools: weakref.WeakSet[KillablePool] = weakref.WeakSet()
+
+
+def _in_a_fork() -> None:
+    for pool in _pools:
+        pool.begin_anew()
+
+
+os.register_at_fork(after_in_child=_in_a_fork)
 
 
 def _close(idle: list[_Process]) -> None:
@@ -151,6 +170,14 @@ class _Process:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._close()
+
+    def leave(self) -> None:
+        """To the parent, whose child it is."""
+        self._process.returncode = 0  # there is nothing to wait for
+        self._close()
+
+    def _close(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

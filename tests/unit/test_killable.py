@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -150,6 +152,27 @@ def test_no_more_processes_than_allowed_and_none_left(pool_of):
 def test_no_secret_is_near(pool_of, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert "secret" not in pool_of().ask({"do": "environment"}, 10).values()
+
+
+def test_a_fork_has_processes_of_its_own(pool_of):
+    """And waits for no thread of its parent, which holds a place or the lock."""
+    pool = pool_of()
+    first = pool.ask({"do": "echo", "value": 1}, 10)["pid"]
+    pool._slots.acquire()
+    pool._lock.acquire()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(60)
+            code = 2 if pool.ask({"do": "echo", "value": 2}, 10)["pid"] == first else 0
+            pool.close()
+        finally:
+            os._exit(code)
+    pool._lock.release()
+    pool._slots.release()
+    assert os.waitpid(child, 0)[1] == 0
+    assert pool.ask({"do": "echo", "value": 3}, 10)["pid"] == first
 
 
 def test_a_module_that_does_not_start():
