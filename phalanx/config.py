@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,10 +73,8 @@ def parse_size(text: str) -> int:
 def _parse_context(text: str) -> int:
     """As `parse_size`. Raises ConfigError."""
     if text.strip().lower() in ("auto", "-1"):  # vLLM: as much as fits
-        raise ConfigError(
-            f"'{text}' is not in this version: the length is not chosen by what fits.",
-            fix="Leave it out for the model's own; if that does not fit, the error says what does.",
-        )
+        why = f"'{text}' is not in this version: the length is not chosen by what fits."
+        raise ConfigError(why, fix="Leave it out for the model's own; if that does not fit, the error says what does.")
     return parse_size(text)
 
 
@@ -439,7 +436,7 @@ def _checked(declared: dataclasses.Field[Any], value: Any) -> Any:
             return None
         raise ConfigError(f"`{name}` needs a value.")
     if kind.startswith("tuple"):
-        items = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+        items = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         if not all(isinstance(item, str) for item in items):
             raise ConfigError(f"`{name}` must be a list of strings.")
         parse = declared.metadata["parse"]
