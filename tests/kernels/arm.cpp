@@ -109,9 +109,9 @@ void check_blocks() {
       const BlockPart part{reinterpret_cast<std::int64_t>(packed), kind, outputs, 0, 0, layout.super_bytes ? 3 : 0};
       BlockProduct product{{q.data(), scale.data(), scaled.data(), offset.data(), blocks}, y.data(), outputs,
                            Number::f32, nullptr, Number::f32};
-      generic::block_matmul.multiply(product, part, 0, groups, 0, rows);
+      generic::block_matmul.multiply(product, part, 0, groups, 0, rows, {});
       product.y = z.data();
-      dotprod::block_matmul.multiply(product, part, 0, groups, 0, rows);
+      dotprod::block_matmul.multiply(product, part, 0, groups, 0, rows, {});
       float most = 0.0f;
       for (float each : y) most = std::fmax(most, std::fabs(each));
       expect(most > 0.0f && most < 1e9f, "nothing to compare", kind, rows);
